@@ -1,0 +1,65 @@
+"""What a loss is: a formula over a block of tokens, with what it needs declared beside it.
+
+A loss knows no mask, mean, rank or weight; the streaming objective applies those. A user's loss is any class (or, wrapped
+in `Formula`, any function) that maps a `TokenChunk` to `[n]` values by differentiable torch operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from opd.records import TokenChunk
+
+Need = Literal["full_vocab", "advantage", "sampler_logp"]
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """`loss(chunk) -> [n]`: one value per token, differentiable in `chunk.student_logp` and `chunk.token_logp`."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What must exist for the formula: `full_vocab` teacher scores, an `advantage`, exact `sampler_logp`."""
+        ...
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n] for the n tokens of the chunk."""
+        ...
+
+
+@runtime_checkable
+class AnalyticLoss(Loss, Protocol):
+    """A loss that also knows its gradient, which saves the autograd pass over the block."""
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n] and gradient with respect to the student's logits [n, V]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A plain function used as a loss: `{_target_: opd.losses.Formula, function: my_pkg.my_loss, needs: [full_vocab]}`."""
+
+    function: Callable[[TokenChunk], Tensor]
+    needs: frozenset[Need] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", frozenset(self.needs))
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """The function's values [n]."""
+        return self.function(chunk)
+
+
+def needs(*names: Need) -> frozenset[Need]:
+    """A set of needs, for class bodies."""
+    return frozenset(names)
+
+
+def declared_needs(loss: Loss) -> Sequence[Need]:
+    """The needs of a loss in a stable order, for messages."""
+    return sorted(loss.needs)

@@ -1,0 +1,229 @@
+"""The streaming objective: every loss term and statistic in one pass over the student's head.
+
+Hidden states of the trainable tokens and the head go in; a scalar with exact gradients and detached per-token statistics
+come out. Tokens pass in chunks (matrix products) and, inside a chunk, in cache-sized blocks of rows (element-wise
+arithmetic). Gradients are taken on the way, so logits are computed once, never recomputed, and [N, V] never exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opd.heads import Head
+from opd.losses import AnalyticLoss
+from opd.records import MicroBatch, TokenChunk
+from opd.terms import Term
+
+LOGP_MIN = -1e4  # nats; stands for -inf in a teacher's scores, so that products with zero stay zero
+BLOCK_ELEMENTS = 2**19  # rows * V of a block: 2 MiB in fp32, so that a block's few tensors stay in the cache
+OVERLAP_K = 16
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What to compute on every micro-batch of an update."""
+
+    terms: Sequence[Term]
+    weights: Mapping[str, float]  # term name -> its weight at this step
+    vocab_size: int  # ids that the student and all teachers share
+    temperature: float = 1.0  # of sampling
+    chunk_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Detached per-token results of a micro-batch, each [N]; NaN where a term or teacher does not apply."""
+
+    values: Mapping[str, Tensor]  # term name -> loss values
+    statistics: Mapping[str, Tensor]
+
+
+def streamed_loss(
+    hidden: Tensor, head: Head, batch: MicroBatch, teacher_heads: Mapping[str, Head], objective: Objective
+) -> tuple[Tensor, Outcome]:
+    """The micro-batch's share of the loss, differentiable in `hidden` and the head, and its per-token results.
+
+    Args:
+        hidden: [N, H], the states that predict the trainable tokens.
+        head: the student's head.
+        batch: per-token fields, term weights and teacher payloads.
+        teacher_heads: teacher name -> its head, for every teacher of the batch.
+        objective: terms and their weights.
+    """
+    run = _Pass(head, batch, teacher_heads, objective)
+    loss = _Streamed.apply(hidden, head.weight, head.bias, run)
+    return loss, Outcome(run.values, run.statistics)
+
+
+class _Streamed(torch.autograd.Function):
+    """One autograd node for the whole pass: gradients are made in forward and only scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, run: _Pass) -> Tensor:
+        need_hidden, need_weight, need_bias, _ = ctx.needs_input_grad
+        loss, *grads = run(hidden, need_hidden, need_weight, need_bias)
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grad_outputs[0]
+        return *(None if grad is None else grad * scale for grad in ctx.saved_tensors), None
+
+
+class _Pass:
+    """State of one pass; a fresh one per micro-batch."""
+
+    def __init__(
+        self, head: Head, batch: MicroBatch, teacher_heads: Mapping[str, Head], objective: Objective
+    ) -> None:
+        self.head, self.batch, self.teacher_heads, self.objective = head, batch, teacher_heads, objective
+        self.num_tokens = len(batch.tokens.token_ids)
+        self.values: dict[str, Tensor] = {}
+        self.statistics: dict[str, Tensor] = {}
+
+    def __call__(
+        self, hidden: Tensor, need_hidden: bool, need_weight: bool, need_bias: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Loss, and its gradients in hidden [N, H], weight [V', H] and bias [V'], as far as they are needed."""
+        weight, bias = self.head.cut()
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(self.head.weight.shape, device=weight.device) if need_weight else None
+        grad_bias = torch.zeros(self.head.weight.shape[0], device=weight.device) if need_bias and bias is not None else None
+        loss = torch.zeros((), device=hidden.device)
+        for start in range(0, self.num_tokens, self.objective.chunk_tokens):
+            rows = slice(start, min(start + self.objective.chunk_tokens, self.num_tokens))
+            logits = self.head.raw_logits(hidden[rows])
+            loss += self._chunk(logits, rows)  # leaves the gradient in `logits`
+            if grad_hidden is not None:
+                grad_hidden[rows] = logits.to(weight.dtype) @ weight
+            if grad_weight is not None:
+                grad_weight[: len(weight)].addmm_(logits.T, hidden[rows].float())
+            if grad_bias is not None:
+                grad_bias[: len(weight)] += logits.sum(0)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(self.head.weight.dtype)
+        return loss, grad_hidden, grad_weight, grad_bias
+
+    def _chunk(self, logits: Tensor, rows: slice) -> Tensor:
+        """The chunk's loss; replaces raw logits [c, V] by the loss's gradient in head(hidden) before scale and cap."""
+        head, loss = self.head, torch.zeros((), device=logits.device)
+        teacher_logits = {
+            name: self.teacher_heads[name].logits(payload.hidden[rows]) for name, payload in self.batch.teachers.items()
+        }
+        step = max(1, BLOCK_ELEMENTS // logits.shape[1])
+        for start in range(0, len(logits), step):
+            inside = slice(start, start + step)
+            block = slice(rows.start + start, min(rows.start + start + step, rows.stop))
+            z = logits[inside]
+            cap_slope = None
+            if head.softcap is not None:
+                z.div_(head.softcap).tanh_()
+                cap_slope = 1.0 - z.square()
+                z.mul_(head.softcap)
+            loss += self._block(z, {name: t[inside] for name, t in teacher_logits.items()}, block)
+            if cap_slope is not None:
+                z.mul_(cap_slope)
+            if head.scale != 1.0:
+                z.mul_(head.scale)
+        return loss
+
+    def _block(self, z: Tensor, teacher_logits: Mapping[str, Tensor], block: slice) -> Tensor:
+        """The block's loss; replaces logits `z` [n, V] by the loss's gradient in them."""
+        fields, temperature = self.batch.tokens, self.objective.temperature
+        token_ids = fields.token_ids[block]
+        student_logp = torch.log_softmax(z, -1)
+        sampling_logp = student_logp if temperature == 1.0 else torch.log_softmax(z / temperature, -1)
+        chunk = TokenChunk(
+            student_logp=student_logp,
+            token_logp=sampling_logp.gather(-1, token_ids[:, None])[:, 0],
+            token_ids=token_ids,
+            sampler_logp=fields.sampler_logp[block],
+            advantages=fields.advantages[block],
+            teacher_logp=None,
+        )
+        teacher_logp = {name: self._teacher_logp(name, logits, block) for name, logits in teacher_logits.items()}
+        self._record(chunk, teacher_logp, block)
+        loss = z.new_zeros(())
+        token_grad = z.new_zeros(len(z))  # d loss / d token_logp
+        z.zero_()
+        for term in self.objective.terms:
+            coefficient = self.batch.term_weights[term.name][block] * self.objective.weights[term.name]
+            teacher = None if term.teacher is None else teacher_logp[term.teacher]
+            value = _add_gradient(term, replace(chunk, teacher_logp=teacher), coefficient, z, token_grad)
+            active = self.batch.term_weights[term.name][block] != 0
+            loss += torch.where(active, coefficient * value, 0.0).sum()
+            self._put(self.values, term.name, block, torch.where(active, value, torch.nan))
+        if bool(token_grad.any()):
+            _add_token_gradient(z, token_grad / temperature, sampling_logp, token_ids)
+        return loss
+
+    def _teacher_logp(self, name: str, logits: Tensor, block: slice) -> Tensor:
+        """Log-probabilities [n, V]; uniform where the teacher's score is missing (the term's weight is zero there)."""
+        missing = ~self.batch.teachers[name].present[block]
+        return torch.log_softmax(logits.masked_fill_(missing[:, None], 0.0), -1).clamp_(min=LOGP_MIN)
+
+    def _record(self, chunk: TokenChunk, teacher_logp: Mapping[str, Tensor], block: slice) -> None:
+        """Per-token statistics of the block."""
+        student_logp = chunk.student_logp
+        p = student_logp.exp()
+        negative_entropy = torch.linalg.vecdot(p, student_logp)
+        put = lambda name, value: self._put(self.statistics, name, block, value)  # noqa: E731
+        put("student/entropy", -negative_entropy)
+        put("student/token_logp", chunk.token_logp)
+        k = min(OVERLAP_K, student_logp.shape[1])
+        student_top = student_logp.topk(k, -1).indices
+        for name, logp in teacher_logp.items():
+            present = self.batch.teachers[name].present[block]
+            keep = lambda value, present=present: torch.where(present, value, torch.nan)  # noqa: E731
+            common = (student_top[:, :, None] == logp.topk(k, -1).indices[:, None, :]).sum((1, 2))
+            put(f"teacher/{name}/kl", keep(negative_entropy - torch.linalg.vecdot(p, logp)))
+            put(f"teacher/{name}/entropy", keep(-torch.linalg.vecdot(logp.exp(), logp)))
+            put(f"teacher/{name}/token_logp", keep(logp.gather(-1, chunk.token_ids[:, None])[:, 0]))
+            put(f"teacher/{name}/overlap16", keep(common / k))
+
+    def _put(self, store: dict[str, Tensor], name: str, block: slice, value: Tensor) -> None:
+        if name not in store:
+            store[name] = torch.full((self.num_tokens,), torch.nan, device=value.device)
+        store[name][block] = value
+
+
+def _add_gradient(term: Term, chunk: TokenChunk, coefficient: Tensor, grad: Tensor, token_grad: Tensor) -> Tensor:
+    """The term's values [n]; adds coefficient * gradient to the logits' gradient [n, V] or the sampled tokens' [n]."""
+    if isinstance(term.loss, AnalyticLoss):
+        value, logit_grad = term.loss.value_and_grad(chunk)
+        grad.addcmul_(logit_grad, coefficient[:, None])
+        return value
+    with torch.enable_grad():
+        student_logp, token_logp = chunk.student_logp.detach(), chunk.token_logp.detach()
+        leaves = (student_logp.requires_grad_(), token_logp.requires_grad_())
+        value = term.loss(replace(chunk, student_logp=leaves[0], token_logp=leaves[1]))
+        _check_values(term, value, len(coefficient))
+        total = (value * coefficient).sum()
+        by_logp, by_token = (
+            torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else (None, None)
+        )
+    if by_logp is not None:
+        grad.add_(by_logp).sub_(leaves[0].detach().exp().mul_(by_logp.sum(-1, keepdim=True)))
+    if by_token is not None:
+        token_grad += by_token
+    return value.detach()
+
+
+def _add_token_gradient(grad: Tensor, token_grad: Tensor, logp: Tensor, token_ids: Tensor) -> None:
+    """Adds token_grad * (onehot - p): the gradient of the sampled tokens' log-probabilities."""
+    grad.addcmul_(logp.exp(), token_grad[:, None], value=-1.0)
+    grad.scatter_add_(-1, token_ids[:, None], token_grad[:, None])
+
+
+def _check_values(term: Term, value: Tensor, num_tokens: int) -> None:
+    if value.shape != (num_tokens,):
+        raise ValueError(
+            f"loss.{term.name} ({type(term.loss).__name__}) returned shape {tuple(value.shape)} for a block of "
+            f"{num_tokens} tokens: a loss must return one value per token, shape ({num_tokens},)"
+        )

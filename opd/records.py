@@ -1,0 +1,176 @@
+"""The records that stages exchange, in the order in which a step makes them.
+
+Alignment: every per-token array has one entry per token it describes; the shift between a model's output and the token
+that it predicts is made in `opd.padding.predictor_index` and nowhere else. Lists before batching, tensors after.
+Letters: R response tokens, T padded length, B rows, N trainable tokens, n tokens of a block, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Message = Mapping[str, str]
+Finish = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a data source, before any tokenizer has seen it.
+
+    A `str` prompt is tokenized as it stands; a list of messages goes through the student's chat template.
+    """
+
+    prompt: str | list[Message]
+    answer: str | None = None
+    source: str = "default"
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example as the student sees it."""
+
+    id: str
+    stream: str
+    token_ids: list[int]
+    example: Example
+    samples: int = 1
+
+    @property
+    def text(self) -> str:
+        """The prompt as plain text; messages are joined by lines."""
+        prompt = self.example.prompt
+        return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled answer. `token_ids` are the ids that the sampler drew, never re-encoded text."""
+
+    prompt: Prompt
+    sample_index: int
+    token_ids: list[int]  # [R], the stop token included when one was drawn
+    logp: list[float]  # [R], under the distribution that was sampled from (temperature applied)
+    text: str
+    finish: Finish
+    version: int  # of the weights that sampled it
+    trainable: list[bool] = field(default_factory=list)  # [R], false on tokens the student did not choose; [] = all true
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Samples that share this key form a group."""
+        return (self.prompt.stream, self.prompt.id)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The verdict on one rollout. `value` is None when no verdict could be reached: never a silent zero."""
+
+    value: float | None
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FullVocab:
+    """A teacher's answer from which every token's probability follows: its last hidden states.
+
+    `hidden[t]` is the state that predicts response token t; logits are `head(hidden)` with the teacher's head.
+    """
+
+    hidden: Tensor  # [R, H]
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What one rollout earned. `advantage` is None where no reward signal exists (the row leaves reward terms)."""
+
+    advantage: float | None
+
+
+@dataclass(frozen=True)
+class TokenFields:
+    """Per-token facts of a micro-batch, one entry per trainable token."""
+
+    predictor: Tensor  # [N] flat index (row * T + column) of the position whose output predicts the token
+    token_ids: Tensor  # [N]
+    sampler_logp: Tensor  # [N]
+    advantages: Tensor  # [N]
+
+
+@dataclass(frozen=True)
+class TeacherPayload:
+    """One teacher's scores for a micro-batch's trainable tokens; `present` is false where the score is missing."""
+
+    hidden: Tensor  # [N, H], zero where missing
+    present: Tensor  # [N] bool
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that go through the student together, right-padded."""
+
+    input_ids: Tensor  # [B, T]
+    attention_mask: Tensor  # [B, T]
+    tokens: TokenFields
+    term_weights: Mapping[str, Tensor]  # term name -> [N], already divided by the term's global count
+    teachers: Mapping[str, TeacherPayload]
+    rows: int  # real rows; a rank with fewer micro-batches than its peers takes part with rows == 0
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch on another device."""
+        move = lambda record: type(record)(**{k: v.to(device) for k, v in vars(record).items()})  # noqa: E731
+        return MicroBatch(
+            self.input_ids.to(device),
+            self.attention_mask.to(device),
+            move(self.tokens),
+            {name: weight.to(device) for name, weight in self.term_weights.items()},
+            {name: move(payload) for name, payload in self.teachers.items()},
+            self.rows,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of an update."""
+
+    micro_batches: list[MicroBatch]
+    term_counts: Mapping[str, float]  # term name -> global denominator
+    num_tokens: int  # trainable tokens of this rank
+    min_version: int
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """What a loss sees: a block of n trainable tokens under one term's teacher. Log-probabilities are fp32.
+
+    `student_logp` and `token_logp` carry gradient; everything else is constant. `token_logp` is taken at the sampling
+    temperature, so that its ratio to `sampler_logp` is exact; `student_logp` and `teacher_logp` at temperature 1.
+    """
+
+    student_logp: Tensor  # [n, V]
+    token_logp: Tensor  # [n]
+    token_ids: Tensor  # [n]
+    sampler_logp: Tensor  # [n]
+    advantages: Tensor  # [n]
+    teacher_logp: Tensor | None  # [n, V], None for a term without a teacher
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric that merges exactly over blocks, micro-batches and ranks."""
+
+    sum: float
+    count: float
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """The mean, NaN where nothing was counted."""
+        return self.sum / self.count if self.count else float("nan")
