@@ -1,0 +1,141 @@
+"""Sampling by vLLM in the trainer's own process. The only file that imports vllm."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from opd import ranks
+from opd.records import Prompt, Rollout
+from opd.students.model import HFStudent
+from opd.students.sampler import SamplingParams, WeightNames, request_seed
+
+
+@dataclass
+class VLLMSampler:
+    """An in-process vLLM engine per rank.
+
+    Args:
+        params: how training rollouts are drawn.
+        dtype: of the engine's weights; null follows the student.
+        kv_cache_gib: memory for keys and values on a CPU.
+        gpu_memory_utilization: share of a GPU's memory that the engine may take beside the trainer.
+        max_num_seqs: answers in flight at once.
+        engine_args: any further argument of `vllm.LLM`.
+    """
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    dtype: str | None = None
+    kv_cache_gib: float = 0.25
+    gpu_memory_utilization: float = 0.35
+    max_num_seqs: int = 256
+    enforce_eager: bool = False
+    engine_args: dict[str, object] = field(default_factory=dict)
+
+    def start(self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int) -> None:
+        """Starts the engine; the process group of the trainer must exist already."""
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import LLM  # the import takes many seconds: only a run that samples pays for it
+
+        on_gpu = torch.cuda.is_available()
+        memory = (
+            {"gpu_memory_utilization": self.gpu_memory_utilization}
+            if on_gpu
+            else {"kv_cache_memory_bytes": int(self.kv_cache_gib * 2**30)}
+        )
+        self.engine = LLM(
+            student.model,
+            tokenizer=student.model,
+            dtype=self.dtype or student.dtype,
+            max_model_len=max_len,
+            max_num_seqs=self.max_num_seqs,
+            enforce_eager=self.enforce_eager or not on_gpu,
+            logprobs_mode="processed_logprobs",
+            trust_remote_code=student.trust_remote_code,
+            seed=0,
+            disable_log_stats=True,
+            **({"distributed_executor_backend": "external_launcher"} if ranks.world_size() > 1 else {}),
+            **memory,
+            **self.engine_args,
+        )
+        self.tokenizer, self.stop_ids, self.version = tokenizer, list(stop_ids), 0
+        self.names = WeightNames(_expected_names(student))
+
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> list[Rollout]:
+        """Rollouts in the order of prompts and samples."""
+        from vllm import SamplingParams as Request
+
+        requests = [(prompt, index) for prompt in prompts for index in range(prompt.samples)]
+        outputs = self.engine.generate(
+            [{"prompt_token_ids": prompt.token_ids} for prompt, _ in requests],
+            [
+                Request(
+                    max_tokens=params.max_tokens,
+                    temperature=params.temperature,
+                    top_p=params.top_p,
+                    top_k=params.top_k,
+                    min_p=params.min_p,
+                    stop_token_ids=self.stop_ids,
+                    logprobs=0,
+                    detokenize=False,
+                    seed=request_seed(seed, prompt, index),
+                )
+                for prompt, index in requests
+            ],
+            use_tqdm=False,
+        )
+        return [
+            self._rollout(prompt, index, output.outputs[0])
+            for (prompt, index), output in zip(requests, outputs, strict=True)
+        ]
+
+    def _rollout(self, prompt: Prompt, index: int, output: object) -> Rollout:
+        token_ids = list(output.token_ids)
+        return Rollout(
+            prompt=prompt,
+            sample_index=index,
+            token_ids=token_ids,
+            logp=[entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)],
+            text=self.tokenizer.decode(token_ids, skip_special_tokens=True),
+            finish={"stop": "stop", "length": "length"}.get(output.finish_reason, "aborted"),
+            version=self.version,
+        )
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Reloads every weight in place and clears the prefix cache."""
+        seen: list[str] = []
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                seen.append(name)
+                yield name, tensor
+
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": noted()})
+        self.names.check(seen)
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to clear its prefix cache: answers would mix old and new weights")
+        self.version = version
+
+    def close(self) -> None:
+        """Shuts the engine down and frees its memory."""
+        self.engine.llm_engine.engine_core.shutdown()
+        del self.engine
+        gc.collect()
+
+
+def _expected_names(student: HFStudent) -> list[str]:
+    """The Hugging Face names of all weights, from a model without storage."""
+    from transformers import AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(student.model, trust_remote_code=student.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=student.trust_remote_code)
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
