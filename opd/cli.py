@@ -1,0 +1,143 @@
+"""The command `opd`: train, check, eval, export, report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from opd import ranks
+from opd.hints import explain_override
+
+DONE, FAILED, REFUSED, TERMINATED = 0, 1, 2, 143
+
+USAGE = """usage: opd COMMAND ...
+
+  opd train  experiment=NAME key=value ...   run it (resumes what run_dir holds); -m sweeps, --cfg job prints
+  opd check  experiment=NAME key=value ...   compose, refuse what cannot work, print the plan; no weights are read
+  opd eval   RUN | experiment=NAME ...       accuracy and divergence on the held-out prompts
+  opd export RUN out=DIR [which=best] [adapter=true]   the trained student as a Hugging Face folder
+  opd report RUN [OTHER ...]                 curves and tables of a run, beside others if named
+"""
+
+
+def main() -> None:
+    """Entry point; exits 0 done, 1 failed, 2 refused configuration."""
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": lambda argv: _composed("train", argv),
+        "check": lambda argv: _composed("check", argv),
+        "eval": _eval,
+        "export": _export,
+        "report": _report,
+    }
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] not in commands:
+        print(USAGE, file=sys.stderr if arguments and arguments[0] not in ("-h", "--help", "help") else sys.stdout)
+        sys.exit(DONE if arguments and arguments[0] in ("-h", "--help", "help") else REFUSED)
+    sys.exit(commands[arguments[0]](arguments[1:]))
+
+
+def refuse(message: str) -> int:
+    """Prints why the configuration cannot run, once; the exit code."""
+    if ranks.rank() == 0:
+        print(f"opd: refused\n{message}", file=sys.stderr)
+    return REFUSED
+
+
+def _composed(command: str, argv: list[str]) -> int:
+    """Lets Hydra compose the configuration, then runs the command on it."""
+    from opd.resolvers import register  # before Hydra resolves anything
+
+    register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving with 1
+    sys.argv = [f"opd {command}", *argv]
+    result = DONE
+
+    def task(cfg: DictConfig) -> None:
+        nonlocal result
+        multirun = HydraConfig.get().mode == RunMode.MULTIRUN
+        result = max(result, _sweep_job(command) if multirun else _on_config(command, cfg))
+
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://opd.conf", config_name="train")(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        return refuse(explain_override(error, argv))
+    return result
+
+
+def _on_config(command: str, cfg: DictConfig) -> int:
+    from opd.commands import check_config, eval_config, train_config  # torch and transformers load here
+
+    action = {"train": train_config, "check": check_config, "eval": eval_config}[command]
+    return action(cfg)
+
+
+def _sweep_job(command: str) -> int:
+    """One job of a sweep, in a process of its own: engines do not share memory, and a crash stays alone."""
+    settings = HydraConfig.get()
+    extra = [override for override in settings.overrides.hydra if override.startswith("hydra.searchpath")]
+    folder = settings.runtime.output_dir
+    arguments = [*settings.overrides.task, *extra, f"run_dir='{folder}'"]
+    return subprocess.run([sys.executable, "-m", "opd", command, *arguments], check=False).returncode
+
+
+def _settings(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Positional arguments, and key=value ones."""
+    pairs = dict(argument.split("=", 1) for argument in argv if "=" in argument)
+    return [argument for argument in argv if "=" not in argument], pairs
+
+
+def _eval(argv: list[str]) -> int:
+    folders, _ = _settings(argv)
+    if not folders:
+        return _composed("eval", argv)
+    saved = Path(folders[0]) / "config.yaml"
+    if not saved.exists():
+        return refuse(f"{folders[0]}: not a run folder (no config.yaml)")
+    from opd.commands import eval_config
+
+    cfg = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist([a for a in argv if "=" in a]))
+    cfg.run_dir = folders[0]
+    return eval_config(cfg)
+
+
+def _export(argv: list[str]) -> int:
+    from opd.export import export_run
+
+    folders, pairs = _settings(argv)
+    unknown = set(pairs) - {"out", "which", "adapter"}
+    if len(folders) != 1 or "out" not in pairs or unknown:
+        return refuse("usage: opd export RUN out=DIR [which=latest|best] [adapter=true]")
+    try:
+        out = export_run(Path(folders[0]), Path(pairs["out"]), pairs.get("which", "latest"), pairs.get("adapter") == "true")
+    except ValueError as error:
+        return refuse(str(error))
+    print(f"exported to {out}")
+    return DONE
+
+
+def _report(argv: list[str]) -> int:
+    from rich.console import Console
+
+    from opd.report import load_run, summary_table, write_report
+
+    if not argv:
+        return refuse("usage: opd report RUN [OTHER ...]")
+    runs = [Path(argument) for argument in argv]
+    try:
+        written = write_report(runs[0], runs[1:])
+        Console().print(summary_table(load_run(runs[0])))
+    except ValueError as error:
+        return refuse(str(error))
+    for path in written:
+        print(path)
+    return DONE

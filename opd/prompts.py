@@ -1,0 +1,180 @@
+"""Prompts in a fixed, restart-safe order: which prompt stands where depends on the seed and the step alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from transformers import PreTrainedTokenizerBase
+
+from opd.records import Example, Prompt
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A finite set of examples. Construction reads nothing."""
+
+    def load(self) -> Sequence[Example]:
+        """All examples, always in the same order."""
+        ...
+
+
+@dataclass(frozen=True)
+class JsonlSource:
+    """A JSON-lines file: `prompt` (text) or `messages` (chat), and optionally `answer`, `source` and further columns."""
+
+    path: str
+    limit: int | None = None
+
+    def load(self) -> Sequence[Example]:
+        """The file's rows.
+
+        Raises:
+            ValueError: no such file, a line that is not JSON, or one without a prompt; names the line.
+        """
+        file = Path(self.path)
+        if not file.is_file():
+            raise ValueError(f"path: no file {self.path!r}")
+        lines = file.read_text(encoding="utf-8").splitlines()[: self.limit]
+        return [self._example(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+    def _example(self, number: int, line: str) -> Example:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"path: {self.path}:{number} is not JSON ({error})") from error
+        if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
+            raise ValueError(f"path: {self.path}:{number} has neither `prompt` nor `messages`")
+        prompt: Any = row.pop("messages", None) or row.pop("prompt")
+        answer = row.pop("answer", None)
+        return Example(prompt, None if answer is None else str(answer), row.pop("source", "default"), row)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A share of every update: where prompts come from, how many samples each gets, and which terms train on them.
+
+    Args:
+        prompts: prompts per step, over all ranks.
+        samples: answers per prompt; answers to one prompt form a group.
+        terms: names of loss terms that apply; null for all.
+        source: examples of its own; null for `data.train`.
+    """
+
+    prompts: int
+    samples: int = 1
+    terms: list[str] | None = None
+    source: Source | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompts < 1 or self.samples < 1:
+            raise ValueError(f"prompts={self.prompts}, samples={self.samples}: both must be at least 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Examples to train on and to evaluate on, and the streams of an update."""
+
+    train: Source
+    heldout: Source | None = None
+    streams: dict[str, Stream] = field(default_factory=lambda: {"main": Stream(prompts=64)})
+    max_prompt_tokens: int = 1024
+    too_long: Literal["error", "drop", "keep_end"] = "error"
+
+    def __post_init__(self) -> None:
+        if not self.streams:
+            raise ValueError("streams: empty; an update needs at least one stream")
+
+
+class Prompts:
+    """Tokenized examples of every stream."""
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        encoder = Encoder(tokenizer, data.max_prompt_tokens, data.too_long)
+        self.streams, self.seed = data.streams, seed
+        shared = encoder.encode(data.train, "data.train") if any(s.source is None for s in data.streams.values()) else []
+        self.examples = {
+            name: shared if stream.source is None else encoder.encode(stream.source, f"data.streams.{name}.source")
+            for name, stream in data.streams.items()
+        }
+        self.heldout = [] if data.heldout is None else encoder.encode(data.heldout, "data.heldout")
+
+    def draw(self, step: int) -> list[Prompt]:
+        """The prompts of a step, of all streams and ranks. Every epoch is a fresh permutation; none is cut short."""
+        drawn = []
+        for name, stream in self.streams.items():
+            examples = self.examples[name]
+            for position in range(step * stream.prompts, (step + 1) * stream.prompts):
+                epoch, place = divmod(position, len(examples))
+                token_ids, example = examples[self._order(name, epoch)[place]]
+                drawn.append(Prompt(str(position), name, token_ids, example, stream.samples))
+        return drawn
+
+    def evaluation(self, limit: int, samples: int) -> list[Prompt]:
+        """The first `limit` held-out prompts."""
+        return [
+            Prompt(str(index), "heldout", token_ids, example, samples)
+            for index, (token_ids, example) in enumerate(self.heldout[:limit])
+        ]
+
+    def _order(self, stream: str, epoch: int) -> list[int]:
+        key = (stream, epoch)
+        if getattr(self, "_order_key", None) != key:
+            self._order_key, self._order_value = key, list(range(len(self.examples[stream])))
+            random.Random(f"{self.seed}/{stream}/{epoch}").shuffle(self._order_value)
+        return self._order_value
+
+
+class Encoder:
+    """Turns examples into token ids, once, before any weights load."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: int, too_long: str) -> None:
+        self.tokenizer, self.limit, self.too_long = tokenizer, limit, too_long
+
+    def encode(self, source: Source, key: str) -> list[tuple[list[int], Example]]:
+        """(token ids, example) of every usable example.
+
+        Raises:
+            ValueError: no examples, a prompt over the limit, a chat prompt without a chat template; names `key`.
+        """
+        try:
+            examples = source.load()
+        except ValueError as error:
+            raise ValueError(f"{key}.{error}") from error
+        encoded = []
+        for number, example in enumerate(examples):
+            token_ids = self._ids(example, key)
+            if not token_ids:
+                raise ValueError(f"{key}: example {number} has an empty prompt")
+            if len(token_ids) > self.limit:
+                if self.too_long == "error":
+                    raise ValueError(
+                        f"{key}: example {number} has {len(token_ids)} prompt tokens, over data.max_prompt_tokens="
+                        f"{self.limit}; raise the limit, or set data.too_long to drop or keep_end"
+                    )
+                if self.too_long == "drop":
+                    continue
+                token_ids = token_ids[-self.limit :]
+            encoded.append((token_ids, example))
+        if not encoded:
+            raise ValueError(f"{key}: no examples" + (" left after dropping long prompts" if examples else ""))
+        return encoded
+
+    def _ids(self, example: Example, key: str) -> list[int]:
+        if isinstance(example.prompt, str):
+            ids = self.tokenizer(example.prompt)["input_ids"]
+        elif self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"{key}: chat messages, but the student's tokenizer has no chat template; set student.chat_template "
+                "to a template file, or give plain text as `prompt`"
+            )
+        else:
+            ids = self.tokenizer.apply_chat_template(
+                [dict(message) for message in example.prompt], add_generation_prompt=True, return_dict=False
+            )
+        bos = self.tokenizer.bos_token_id
+        return ids[1:] if len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos else ids

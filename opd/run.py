@@ -1,0 +1,217 @@
+"""A run: its parts, assembled cheaply, started once, and kept through checkpoints."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy
+import torch
+
+from opd import ranks
+from opd.batching import Row
+from opd.checkpoint import Checkpoints, move_aside, read_state
+from opd.checks import check
+from opd.config import TrainConfig
+from opd.credit import informative_share
+from opd.engine import Engine, init_distributed
+from opd.evaluate import Evaluator, check_prompts
+from opd.metrics import logp_gaps, rollout_metrics, values
+from opd.objective import Objective
+from opd.observe import Observer
+from opd.parity import check_parity
+from opd.prompts import Prompts
+from opd.records import Credit, FullVocab, Mean, Reward, Rollout
+from opd.rewards import RewardStage
+from opd.scoring import TeacherStage
+
+
+class Run:
+    """Everything that a loop needs. `prepare` reads tokenizers and data, `load` loads weights and starts engines."""
+
+    def __init__(self, config: TrainConfig, resolved: str) -> None:
+        self.config, self.resolved = config, resolved
+        self.sampler, self.credit = config.sampler, config.credit
+        self.terms = list(config.loss.values())
+        self.run_dir = Path(config.run_dir)
+        self.checkpoints = Checkpoints(self.run_dir, config.checkpoint)
+        self.micro_batch_tokens = config.engine.micro_batch_tokens
+        self.rewards = RewardStage(
+            list(config.reward.values()), config.reward_policy.time_limit, config.reward_policy.on_error
+        )
+        self.teachers = TeacherStage(config.teacher, self.terms, config.data.streams)
+        self.terminated = False
+
+    def prepare(self) -> None:
+        """Tokenizes the data and refuses what cannot work; no weights are read."""
+        self.tokenizer = self.config.student.tokenizer()
+        self.pad_id = self.tokenizer.pad_token_id
+        self.stop_ids = self.config.student.stop_ids(self.tokenizer)
+        check(self.config, self.tokenizer)
+        self.prompts = Prompts(self.config.data, self.tokenizer, self.config.seed)
+
+    def already_finished(self) -> bool:
+        """Whether the run folder holds a finished run of at least as many steps."""
+        if self.config.resume == "never" or not (self.run_dir / "summary.json").exists():
+            return False
+        latest = self.checkpoints.latest()
+        return latest is not None and read_state(latest)["step"] >= self.config.steps
+
+    def load(self) -> None:
+        """Loads weights and engines, and continues from the newest checkpoint, if there is one."""
+        init_distributed()
+        config = self.config
+        if config.resume == "never":
+            move_aside(self.run_dir)
+        self.observer = Observer(self.run_dir, config.steps, list(config.logger.values()), self.resolved)
+        self._seed(config.seed)
+        self.engine = Engine(config.student.load(), config.engine, config.student.dtype)
+        self.rewards.start()
+        self.teachers.start()
+        self.vocab_size = self._shared_vocabulary()
+        self.teacher_heads = self.teachers.heads(self.vocab_size)
+        max_len = config.data.max_prompt_tokens + config.sampler.params.max_tokens
+        self.sampler.start(config.student, self.tokenizer, self.stop_ids, max_len)
+        self.evaluator = Evaluator(
+            config.eval, self.prompts, self.rewards, self.teachers, self.engine,
+            self.vocab_size, self.micro_batch_tokens, self.pad_id,
+        )  # fmt: skip
+        self.step = 0
+        latest = self.checkpoints.latest()
+        if latest is not None:
+            state = read_state(latest)
+            self.step = state["step"]
+            self.engine.load(latest)
+            self.observer.restore(state)
+        self.sampler.sync(self.engine.weights(), version=self.step)
+
+    def begin(self) -> None:
+        """Opens the run folder, checks the sampler, and evaluates the start weights of a new run."""
+        self.observer.start(self.step)
+        self.check_parity()
+        if self.step == 0:
+            self.evaluate()
+
+    def _shared_vocabulary(self) -> int:
+        """The ids that student and teachers share: heads may be padded to different widths."""
+        widths = [self.engine.module.vocab_size]
+        widths += [len(teacher.head().weight) for teacher in self.teachers.teachers.values()]
+        return min(widths)
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Numbers of the steps still to do; ends early at `stop_after` or on SIGTERM."""
+        last = min(self.config.steps, self.config.stop_after or self.config.steps)
+        while self.step < last:
+            self.terminated = self.observer.asked_to_stop()
+            if self.terminated:
+                return
+            self._seed(self.step_seed(self.step))
+            yield self.step
+
+    def finish(self) -> None:
+        """Saves where the run stands; a run that did all its steps leaves `summary.json`."""
+        latest = self.checkpoints.latest()
+        if latest is None or read_state(latest)["step"] != self.step:
+            self.save()
+        if self.step >= self.config.steps:
+            self.observer.write_summary(self.step)
+
+    def step_seed(self, step: int) -> int:
+        """All random numbers of a step follow from it, so a resumed run draws what an unbroken one would."""
+        return (self.config.seed * 1_000_003 + step * 101) % 2**31
+
+    def _seed(self, seed: int) -> None:
+        random.seed(seed + ranks.rank())
+        numpy.random.seed(seed + ranks.rank())
+        torch.manual_seed(seed + ranks.rank())
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Context that adds its wall time to `time/<name>`."""
+        return self.observer.stage(name)
+
+    def rows(
+        self,
+        rollouts: Sequence[Rollout],
+        scores: Mapping[str, Sequence[FullVocab | None]],
+        credits: Sequence[Credit],
+    ) -> list[Row]:
+        """Rollouts joined with what is known of them.
+
+        Raises:
+            RuntimeError: a rollout was sampled by other weights than the current ones.
+        """
+        stale = sorted({rollout.version for rollout in rollouts if rollout.version != self.step})
+        if stale:
+            raise RuntimeError(f"rollouts of weight versions {stale} reached the update of version {self.step}")
+        names = frozenset(term.name for term in self.terms)
+        of_stream = {
+            name: names if stream.terms is None else names & frozenset(stream.terms)
+            for name, stream in self.config.data.streams.items()
+        }
+        return [
+            Row(rollout, credit, {name: given[i] for name, given in scores.items()}, of_stream[rollout.prompt.stream])
+            for i, (rollout, credit) in enumerate(zip(rollouts, credits, strict=True))
+        ]
+
+    def objective(self, step: int) -> Objective:
+        """The terms with their weights at this step."""
+        progress = step / self.config.steps
+        return Objective(
+            terms=self.terms,
+            weights={term.name: term.weight(progress) for term in self.terms},
+            vocab_size=self.vocab_size,
+            temperature=self.sampler.params.temperature,
+            chunk_tokens=self.config.engine.chunk_tokens,
+        )
+
+    def finish_step(
+        self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[Reward], update: Mapping[str, Mean]
+    ) -> None:
+        """Logs the step; evaluates, checks parity and saves when due."""
+        self.step = step
+        weights = {f"weight/{name}": Mean(w, 1.0) for name, w in self.objective(step - 1).weights.items()}
+        groups = {"reward/informative_groups": informative_share(rollouts, rewards)} if self.rewards.terms else {}
+        merged = ranks.merged({**rollout_metrics(rollouts), **self.rewards.metrics(), **groups, **weights, **update})
+        self.observer.log_step(step, values(merged), sum(len(rollout.token_ids) for rollout in rollouts))
+        done = step >= self.config.steps
+        if step % self.config.eval.every == 0 or done:
+            self.evaluate()
+        if step % self.config.parity.every == 0:
+            self.check_parity()
+        if step % self.config.checkpoint.every == 0 or done:
+            self.save()
+
+    def evaluate(self) -> None:
+        """Held-out metrics of the current weights, logged under the current step; once, the teacher's accuracy too."""
+        with self.stage("eval"):
+            metrics, rollouts = self.evaluator.student(self.sampler)
+            if self.config.eval.teacher and self.rewards.terms and "teacher" not in self.observer.evals:
+                self.observer.evals["teacher"] = self.evaluator.teacher_accuracy(self.sampler.params)
+            rewards = self.rewards.score(rollouts) if rollouts else []
+        self.observer.log_eval(self.step, values(metrics), list(zip(rollouts, rewards, strict=True)))
+
+    def check_parity(self) -> None:
+        """Stops the run when the sampler does not hold the trainer's weights."""
+        prompts = ranks.share(check_prompts(self.prompts, self.config.parity.prompts))
+        rollouts = self.sampler.sample(prompts, self.sampler.params, seed=0)
+        temperature = self.sampler.params.temperature
+        outcomes = self.evaluator.measure(rollouts, {}, temperature)
+        check_parity(logp_gaps(outcomes), self.config.parity.limit)
+
+    def save(self) -> None:
+        """Writes a checkpoint of the current step."""
+        with self.stage("checkpoint"):
+            self.checkpoints.save(
+                self.step,
+                self.observer.state(),
+                lambda folder: self.engine.save(folder, self.config.student, self.tokenizer),
+            )
+
+    def close(self) -> None:
+        """Releases engines, workers and displays."""
+        self.observer.close()
+        self.rewards.close()
+        self.sampler.close()
+        self.teachers.close()
