@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from opd import ranks
 from opd.hints import explain_override
+from opd.quiet import quiet_libraries
+from opd.resolvers import register
 
 DONE, FAILED, REFUSED, TERMINATED = 0, 1, 2, 143
 
@@ -43,6 +46,7 @@ def main() -> None:
     if not arguments or arguments[0] not in commands:
         print(USAGE, file=sys.stderr if arguments and arguments[0] not in ("-h", "--help", "help") else sys.stdout)
         sys.exit(DONE if arguments and arguments[0] in ("-h", "--help", "help") else REFUSED)
+    quiet_libraries()
     sys.exit(commands[arguments[0]](arguments[1:]))
 
 
@@ -53,10 +57,15 @@ def refuse(message: str) -> int:
     return REFUSED
 
 
+def fail(error: Exception) -> int:
+    """Prints where and why a run failed, the reason last; the exit code."""
+    traceback.print_exception(error)
+    print(f"opd: failed on rank {ranks.rank()}: {error}", file=sys.stderr)
+    return FAILED
+
+
 def _composed(command: str, argv: list[str]) -> int:
     """Lets Hydra compose the configuration, then runs the command on it."""
-    from opd.resolvers import register  # before Hydra resolves anything
-
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving with 1
     sys.argv = [f"opd {command}", *argv]

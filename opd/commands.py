@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from opd import ranks
-from opd.cli import DONE, TERMINATED, refuse
+from opd.cli import DONE, TERMINATED, fail, refuse
 from opd.config import load_config
 from opd.loop import train
 from opd.plan import plan_table
@@ -36,6 +36,8 @@ def train_config(cfg: DictConfig) -> int:
         run.begin()
         train(run)
         run.finish()
+    except (RuntimeError, ArithmeticError, OSError, ValueError) as error:
+        return fail(error)
     finally:
         run.close()
     return DONE if not run.terminated else TERMINATED
@@ -60,6 +62,8 @@ def eval_config(cfg: DictConfig) -> int:
     try:
         run.load()
         metrics, _ = run.evaluator.student(run.sampler)
+    except (RuntimeError, ArithmeticError, OSError, ValueError) as error:
+        return fail(error)
     finally:
         run.close()
     found = {"step": run.step, **{name: mean.value for name, mean in sorted(metrics.items())}}

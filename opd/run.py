@@ -174,7 +174,7 @@ class Run:
         weights = {f"weight/{name}": Mean(w, 1.0) for name, w in self.objective(step - 1).weights.items()}
         groups = {"reward/informative_groups": informative_share(rollouts, rewards)} if self.rewards.terms else {}
         merged = ranks.merged({**rollout_metrics(rollouts), **self.rewards.metrics(), **groups, **weights, **update})
-        self.observer.log_step(step, values(merged), sum(len(rollout.token_ids) for rollout in rollouts))
+        self.observer.log_step(step, values(merged), int(merged["rollout/length"].sum))
         done = step >= self.config.steps
         if step % self.config.eval.every == 0 or done:
             self.evaluate()

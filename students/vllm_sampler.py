@@ -41,8 +41,7 @@ class VLLMSampler:
     def start(self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int) -> None:
         """Starts the engine; the process group of the trainer must exist already."""
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads live in this process too
         from vllm import LLM  # the import takes many seconds: only a run that samples pays for it
 
         on_gpu = torch.cuda.is_available()
@@ -62,6 +61,7 @@ class VLLMSampler:
             trust_remote_code=student.trust_remote_code,
             seed=0,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             **({"distributed_executor_backend": "external_launcher"} if ranks.world_size() > 1 else {}),
             **memory,
             **self.engine_args,
