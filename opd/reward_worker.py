@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
 from time import monotonic
 from typing import Any
 
@@ -124,12 +125,11 @@ class RewardWorker:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPool(max_workers=1, initializer=_end_with_parent, context=context)
         future = self._pool.schedule(task, args=args, timeout=limit)  # counts from when the worker takes the task
-        try:
-            return future.result(limit + START_LIMIT)
-        except FutureTimeout:
-            if not future.done():  # no worker ever took the task
-                self.stop()
-            raise
+        give_up = monotonic() + limit + START_LIMIT
+        while not wait([future], timeout=1.0).done:
+            if not self._pool.active or monotonic() > give_up:
+                raise RuntimeError("the pool broke before it took the task")
+        return future.result()
 
 
 def _end_with_parent() -> None:

@@ -134,7 +134,7 @@ class RewardStage:
         for row in range(len(rollouts)):
             parts = {name: column[row] for name, column in columns.items()}
             known = [term.weight * part for term in self.terms if (part := parts[term.name]) is not None]
-            total = math.fsum(known) if len(known) == len(parts) else math.nan
+            total = sum(known) if len(known) == len(parts) else math.nan
             rewards.append(Reward(total if math.isfinite(total) else None, parts))
         self._metrics = self._measure(rewards)
         return rewards
@@ -153,7 +153,7 @@ class RewardStage:
         means = {}
         for name, column in {"reward/mean": values, **columns}.items():
             known = [value for value in column if value is not None]
-            means[name] = Mean(math.fsum(known), len(known))
+            means[name] = Mean(sum(known), len(known))
         counts = {f"reward/{kind}": Mean(self._lost[kind], 1) for kind in ("invalid", "errors", "timeouts")}
         return {**means, "reward/missing": Mean(values.count(None), len(values)), **counts}
 

@@ -172,7 +172,7 @@ class MathEquivalence:
         answer = _read_text(text) if box is None else _read_formula(box)
         return float(answer is not None and self._equal_up_to_percent(gold, answer))
 
-    def _equal_up_to_percent(self, gold: Basic, answer: Basic) -> bool:
+    def _equal_up_to_percent(self, gold: Any, answer: Any) -> bool:
         (gold, gold_is_percent), (answer, answer_is_percent) = _split_percent(gold), _split_percent(answer)
         if self._equal(gold, answer):
             return True
@@ -182,7 +182,7 @@ class MathEquivalence:
 
     def _equal(self, gold: Any, answer: Any) -> bool:
         try:
-            verdict = verify([gold], [answer], float_rounding=self.float_rounding, timeout_seconds=None)
+            verdict = verify([gold], [answer], float_rounding=self.float_rounding, timeout_seconds=0)
             if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
                 return verdict
             if gold.free_symbols or answer.free_symbols:
@@ -231,7 +231,7 @@ def _read_text(text: str) -> Basic | None:
 
 
 def _parse(text: str) -> Any:
-    found = parse(text, fallback_mode="no_fallback", parsing_timeout=None)
+    found = parse(text, fallback_mode="no_fallback", parsing_timeout=0)
     return found[0] if found else None
 
 
@@ -258,7 +258,7 @@ def _agree_where_real(gold: Expr, answer: Expr) -> bool:
         return False
     agreeing = 0
     for start in range(len(POINTS)):
-        point = {symbol: POINTS[(start + i) % len(POINTS)] for i, symbol in enumerate(symbols)}
+        point = [(symbol, POINTS[(start + i) % len(POINTS)]) for i, symbol in enumerate(symbols)]
         left, right = N(gold.subs(point)), N(answer.subs(point))
         if left.is_real and right.is_real:
             if abs(left - right) > 1e-9 * abs(left):
