@@ -49,7 +49,7 @@ def make_batch(
     """This rank's rows as micro-batches of at most `micro_batch_tokens` padded tokens (a longer row stands alone).
 
     Term weights are divided by counts over all rows of all ranks, so the sum over micro-batches and ranks is the loss.
-    All ranks get the same number of micro-batches; the surplus ones are empty. `teacher_widths`: teacher -> hidden size.
+    All ranks get the same number of micro-batches; surplus ones are empty. `teacher_widths`: teacher -> hidden size.
     """
     counts = global_counts(rows, terms)
     groups = split_by_tokens([len(row.token_ids) for row in rows], micro_batch_tokens)
@@ -115,12 +115,13 @@ def _weights(rows: Sequence[Row], term: Term, count: float) -> Tensor:
 
 
 def _payload(rows: Sequence[Row], name: str, width: int) -> TeacherPayload:
-    hidden: list[Tensor] = []
+    given = [scores.hidden for row in rows if (scores := row.scores[name]) is not None]
+    like = given[0] if given else torch.zeros(0, width)  # missing states take the device and dtype of the others
+    hidden: list[Tensor] = [like.new_zeros(0, width)]
     present: list[bool] = []
     for row in rows:
         scores = row.scores[name]
         trainable = row.trainable
         present += [scores is not None] * len(trainable)
-        hidden.append(torch.zeros(len(trainable), width) if scores is None else scores.hidden[trainable])
-    joined = torch.cat(hidden) if hidden else torch.zeros(0, width)
-    return TeacherPayload(joined, torch.tensor(present, dtype=torch.bool))
+        hidden.append(like.new_zeros(len(trainable), width) if scores is None else scores.hidden[trainable])
+    return TeacherPayload(torch.cat(hidden), torch.tensor(present, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: one student forward through the streaming objective, backward, step. Alone imports deepspeed."""
+"""The DeepSpeed engine: a student forward through the streaming objective, backward, step. Alone imports deepspeed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ from opd.students import HFStudent
 from opd.students.model import Dtype
 from opd.weight_sync import check_adapter, named_weights
 
+# DeepSpeed settings that would contradict ours or divide the loss once more, and what to set instead.
+OWNED = {
+    "train_batch_size": "micro_batch_tokens",
+    "train_micro_batch_size_per_gpu": "micro_batch_tokens",
+    "gradient_accumulation_steps": "micro_batch_tokens",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer": "engine.optimizer",
+    "scheduler": "engine.scheduler",
+    "zero_optimization.stage": "zero_stage",
+    "bf16.enabled": "student.dtype",
+    "fp16.enabled": "student.dtype",
+}
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -37,7 +50,7 @@ class EngineConfig:
         micro_batch_tokens: padded tokens that go through the student at once; sets gradient accumulation.
         max_grad_norm: clipping, 0 for none.
         chunk_tokens: tokens whose logits exist at one time (256 suits a CPU, 1024 and more a GPU).
-        deepspeed: any further DeepSpeed setting, merged over ours.
+        deepspeed: any further DeepSpeed setting, merged over ours key by key.
     """
 
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -48,9 +61,16 @@ class EngineConfig:
     chunk_tokens: int = 256
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for key, own in OWNED.items():
+            group, _, name = key.rpartition(".")
+            settings = self.deepspeed.get(group, {}) if group else self.deepspeed
+            if name in settings:
+                raise ValueError(f"deepspeed.{key}={settings[name]}: the trainer decides this; set {own} instead")
+
     def settings(self, dtype: Dtype) -> dict[str, Any]:
         """The DeepSpeed configuration. Accumulation is explicit: the loss arrives already divided by global counts."""
-        return {
+        ours = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self.max_grad_norm,
@@ -59,8 +79,18 @@ class EngineConfig:
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": dtype == "bfloat16"},
             "steps_per_print": 2**31 - 1,
-            **self.deepspeed,
         }
+        return _overlaid(ours, self.deepspeed)
+
+
+def _overlaid(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """`theirs` over `ours`, nested mappings key by key."""
+    nested = {
+        key: _overlaid(ours[key], value)
+        for key, value in theirs.items()
+        if isinstance(value, Mapping) and isinstance(ours.get(key), Mapping)
+    }
+    return {**ours, **theirs, **nested}
 
 
 def init_distributed() -> None:
@@ -121,20 +151,22 @@ class Engine:
             self.deepspeed.set_gradient_accumulation_boundary(last)
             loss, outcome = self._forward(micro_batch, objective, heads)
             outcomes.append((micro_batch, outcome))
-            self.deepspeed.backward(loss * ranks.world_size())  # DeepSpeed averages over ranks; our loss is a global sum
+            self.deepspeed.backward(loss * ranks.world_size())  # DeepSpeed averages over ranks; ours is a global sum
             if last:
                 metrics = outcome_metrics(outcomes, objective)
                 self._refuse_non_finite(metrics)
-                norm = self._plain_grad_norm()
+                norm, rate = self._plain_grad_norm(), self.deepspeed.get_lr()[0]  # the step moves the schedule on
             self.deepspeed.step()
         return metrics | {
             "grad_norm": Mean(self._finite_norm(self.deepspeed.get_global_grad_norm() or norm), 1.0),
-            "lr": Mean(self.deepspeed.get_lr()[0], 1.0),
+            "lr": Mean(rate, 1.0),
             "update/skipped": Mean(0.0, 1.0),
         }
 
     @torch.no_grad()
-    def measure(self, batch: Batch, objective: Objective, heads: Mapping[str, Head]) -> list[tuple[MicroBatch, Outcome]]:
+    def measure(
+        self, batch: Batch, objective: Objective, heads: Mapping[str, Head]
+    ) -> list[tuple[MicroBatch, Outcome]]:
         """The objective's per-token results without a step."""
         self.deepspeed.eval()
         outcomes = [(micro, self._forward(micro, objective, heads)[1]) for micro in batch.micro_batches]
@@ -183,7 +215,8 @@ class Engine:
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote; all ranks together."""
-        path, _ = self.deepspeed.load_checkpoint(str(folder), tag="engine")
+        there = (folder / "engine").is_dir()  # DeepSpeed fails without a word of its own on an absent folder
+        path = self.deepspeed.load_checkpoint(str(folder), tag="engine")[0] if there else None
         if path is None:
             raise FileNotFoundError(f"{folder}/engine: DeepSpeed found no complete state there")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
+import numpy
 import torch
 
 from opd import ranks
@@ -18,12 +19,11 @@ def outcome_metrics(outcomes: Outcomes, objective: Objective) -> dict[str, Mean]
     """Losses as trained (before the term's own weight), and the mean of every per-token statistic, of this rank."""
     metrics = {}
     for term in objective.terms:
-        total = sum(
-            torch.where(batch.term_weights[term.name] != 0, batch.term_weights[term.name] * value.cpu(), 0.0).sum().item()
-            for batch, outcome in outcomes
-            for name, value in outcome.values.items()
-            if name == term.name
-        )
+        total = 0.0
+        for batch, outcome in outcomes:
+            weight = batch.term_weights[term.name]
+            if term.name in outcome.values:  # a micro-batch without trainable tokens has none
+                total += torch.where(weight != 0, weight * outcome.values[term.name].cpu(), 0.0).sum().item()
         metrics[f"loss/{term.name}"] = Mean(total, 1.0 / ranks.world_size())
     return metrics | statistics_metrics(outcomes) | mismatch_metrics(outcomes)
 
@@ -46,7 +46,7 @@ def mismatch_metrics(outcomes: Outcomes) -> dict[str, Mean]:
     share = 1.0 / ranks.world_size()
     return {
         "mismatch/logp_diff_mean": Mean(share * sum(gaps) / len(gaps), share),
-        "mismatch/logp_diff_p95": Mean(share * torch.tensor(gaps).quantile(0.95).item(), share),
+        "mismatch/logp_diff_p95": Mean(share * float(numpy.quantile(gaps, 0.95)), share),
     }
 
 
