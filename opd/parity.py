@@ -38,6 +38,7 @@ def check_parity(gaps: torch.Tensor, limit: float) -> float:
     if not p95 <= limit:
         raise RuntimeError(
             f"sampler and trainer part: p95 of their log-prob difference is {p95:.4g} nats, over parity.limit={limit}; "
-            "either the weights did not reach the sampler, or the two compute at different precision (then raise the limit)"
+            "either the weights did not reach the sampler, or the two compute at different precision (if so, raise the "
+            "limit)"
         )
     return p95

@@ -7,10 +7,13 @@ from contextlib import AbstractContextManager
 
 import torch
 from peft import PeftModel
+from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]  # makes sharded parameters whole inside
+ADAPTER_NAME = "default"  # the name that peft gives to a model's only adapter
 
 
 @torch.no_grad()
@@ -40,15 +43,44 @@ def hf_name(name: str) -> str:
 
 
 def check_adapter(model: nn.Module) -> None:
-    """Refuses adapters that cannot be merged exactly, and one that binds to nothing trainable."""
+    """Refuses adapters that cannot be merged exactly, and one that binds to nothing trainable.
+
+    Raises:
+        ValueError: naming the key, what was found and the way out.
+    """
     if not isinstance(model, PeftModel):
         return
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    if not layers:
-        raise ValueError("student.lora: the adapter binds to no layer; check lora.target_modules")
-    if any(layer.use_dora.get("default", False) for layer in layers):
+    if not layers or not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"student.lora: the adapter binds to {len(layers)} layers and leaves nothing to train; check "
+            "lora.target_modules and lora.inference_mode"
+        )
+    if any(layer.use_dora.get(ADAPTER_NAME, False) for layer in layers):
         raise ValueError("student.lora.use_dora: merging DoRA exactly is not supported; use plain LoRA")
+    unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in (lora.Linear, lora.Embedding)})
+    unknown += sorted({type(variant).__name__ for layer in layers for variant in layer.lora_variant.values()})
+    unknown += ["lora_bias"] if any(layer.lora_bias.get(ADAPTER_NAME, False) for layer in layers) else []
+    if unknown:
+        raise ValueError(
+            f"student.lora: merging {', '.join(unknown)} is not supported; use plain LoRA on linear or embedding layers"
+        )
+    base = model.get_base_model()
+    adapted = isinstance(base.get_input_embeddings(), LoraLayer | AuxiliaryTrainingWrapper)
+    if adapted and base.config.get_text_config().tie_word_embeddings:
+        raise ValueError(
+            "student.lora: the embedding is tied to the head, and an adapter on it would part the two; leave the "
+            "embedding out of target_modules, modules_to_save and trainable_token_indices"
+        )
 
 
 def _merged(layer: LoraLayer, weight: nn.Parameter) -> Tensor:
-    return (weight.float() + layer.get_delta_weight("default").float()).to(weight.dtype)
+    """W + scale * B A, in fp32 whatever the dtypes; W as the layer stores it."""
+    if isinstance(layer, lora.Embedding):
+        down, up = layer.lora_embedding_A[ADAPTER_NAME], layer.lora_embedding_B[ADAPTER_NAME]
+        transposed = True
+    else:
+        down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+        transposed = layer.fan_in_fan_out
+    delta = layer.scaling[ADAPTER_NAME] * (up.float() @ down.float())
+    return (weight.float() + (delta.T if transposed else delta)).to(weight.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -32,7 +33,9 @@ class HFSampler:
     batch_size: int = 128
     dtype: str | None = None
 
-    def start(self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int) -> None:
+    def start(
+        self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int
+    ) -> None:
         """Loads the model."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = AutoModelForCausalLM.from_pretrained(
@@ -44,8 +47,9 @@ class HFSampler:
         self.attach(model.to(device), tokenizer, stop_ids)
 
     def attach(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
-        """Samples from a model that is loaded already."""
+        """Samples from a model that is loaded already; its own generation settings (penalties and such) are dropped."""
         self.model = model.eval()
+        model.generation_config = GenerationConfig()
         self.tokenizer, self.stop_ids, self.version = tokenizer, list(stop_ids), 0
         self.weights = dict(model.named_parameters(remove_duplicate=False))
         self.names = WeightNames(self.weights)
@@ -62,23 +66,21 @@ class HFSampler:
     def _generate(self, requests: Sequence[tuple[Prompt, int]], params: SamplingParams, seed: int) -> list[Rollout]:
         width = max(len(prompt.token_ids) for prompt, _ in requests)
         pad = self.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (width - len(p.token_ids)) + p.token_ids for p, _ in requests], device=self.model.device)
+        ids = torch.tensor([[pad] * (width - len(p.token_ids)) + p.token_ids for p, _ in requests])
         mask = torch.tensor([[0] * (width - len(p.token_ids)) + [1] * len(p.token_ids) for p, _ in requests])
-        recorder = _SampledLogp(width)
-        torch.manual_seed(request_seed(seed, *requests[0]))
+        device = self.model.device
+        seeds = [request_seed(seed, prompt, index) for prompt, index in requests]
+        draw = _Draw(None if params.temperature == 0.0 else [torch.Generator(device).manual_seed(s) for s in seeds])
         output = self.model.generate(
-            input_ids=ids,
-            attention_mask=mask.to(ids.device),
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
             max_new_tokens=params.max_tokens,
-            do_sample=params.temperature > 0.0,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            eos_token_id=self.stop_ids,
+            do_sample=False,  # the last processor draws
+            eos_token_id=self.stop_ids or None,
             pad_token_id=pad,
-            logits_processor=LogitsProcessorList([*_warpers(params), recorder]),
+            logits_processor=LogitsProcessorList([*_warpers(params), draw]),
         )
-        logp = recorder.finish(output)
+        logp = torch.stack(draw.logp, -1)
         return [
             self._rollout(prompt, index, output[row, width:].tolist(), logp[row].tolist())
             for row, (prompt, index) in enumerate(requests)
@@ -113,39 +115,36 @@ class HFSampler:
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
-    """The sampling distribution as processors of ours: `generate` would apply its own after the recorder."""
+    """The sampling distribution; min_p comes before the others, as in vLLM."""
     warpers: list[LogitsProcessor] = []
     if params.temperature not in (0.0, 1.0):
         warpers.append(TemperatureLogitsWarper(params.temperature))
+    if params.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(params.min_p))
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:
         warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p > 0.0:
-        warpers.append(MinPLogitsWarper(params.min_p))
     return warpers
 
 
-class _SampledLogp(LogitsProcessor):
-    """Notes the log-prob of each sampled token: a processor sees the scores first and the chosen token one call later."""
+class _Draw(LogitsProcessor):
+    """Draws every row's token with a generator of its own, so that a draw depends on nothing else in the batch.
 
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.previous: Tensor | None = None
-        self.logp: list[Tensor] = []
+    The token with the largest log p - log E, E ~ Exp(1), is a draw from p (Gumbel-max). Without generators it is the
+    likeliest one. `generate` takes the largest score that it gets back: the token whose log p was noted.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator] | None) -> None:
+        self.generators = generators
+        self.logp: list[Tensor] = []  # [B] of each token drawn so far
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores unchanged."""
-        self._note(input_ids)
-        self.previous = torch.log_softmax(scores.float(), -1)
-        return scores
-
-    def _note(self, ids: Tensor) -> None:
-        if self.previous is not None:
-            chosen = ids[:, self.width + len(self.logp)]
-            self.logp.append(self.previous.gather(-1, chosen[:, None])[:, 0])
-
-    def finish(self, ids: Tensor) -> Tensor:
-        """Log-probs [B, R] of all sampled tokens."""
-        self._note(ids)
-        return torch.stack(self.logp, -1)
+        """Scores [B, V] whose largest is the draw."""
+        logp = torch.log_softmax(scores.float(), -1)
+        noisy = logp
+        if self.generators is not None:
+            waits = torch.stack([torch.empty_like(logp[0]).exponential_(generator=each) for each in self.generators])
+            noisy = logp - waits.log()
+        self.logp.append(logp.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0])
+        return noisy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ class HFStudent:
     Args:
         model: folder or hub name.
         dtype: of weights and activations; statistics and log-sum-exp are fp32 either way.
-        lora: any peft config (`_target_: peft.LoraConfig`), or null to train all weights.
+        lora: a `peft.LoraConfig`, or null to train all weights; its dropout is not applied.
         chat_template: path of a Jinja file that replaces the tokenizer's own chat template.
     """
 
@@ -33,9 +34,19 @@ class HFStudent:
     trust_remote_code: bool = False
 
     def load(self) -> nn.Module:
-        """The model in training mode, its adapter attached."""
+        """The model in training mode, its adapter attached, no dropout: the policy that sampled is trained.
+
+        Raises:
+            ValueError: the adapter fits no layer of the model.
+        """
+        config = AutoConfig.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
+        text = config.get_text_config()
+        for key, value in text.to_dict().items():
+            if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+                setattr(text, key, 0.0)
         model = AutoModelForCausalLM.from_pretrained(
             self.model,
+            config=config,
             dtype=torch.float32 if self.dtype == "float32" else torch.bfloat16,
             attn_implementation=self.attention,
             trust_remote_code=self.trust_remote_code,
@@ -44,15 +55,29 @@ class HFStudent:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
         if self.lora is not None:
-            model = get_peft_model(model, self.lora, autocast_adapter_dtype=False)
+            try:
+                model = get_peft_model(model, self.lora, autocast_adapter_dtype=False)
+            except ValueError as error:
+                raise ValueError(f"student.lora: {error}") from error
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
         return model.train()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with a padding token."""
+        """The tokenizer, with a padding token.
+
+        Raises:
+            ValueError: no file at `chat_template`, or neither a padding nor an end token.
+        """
         tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
         if self.chat_template is not None:
-            with open(self.chat_template, encoding="utf-8") as file:
-                tokenizer.chat_template = file.read()
+            template = Path(self.chat_template)
+            if not template.is_file():
+                raise ValueError(f"student.chat_template: no file {self.chat_template!r}")
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
+        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+            raise ValueError(f"student.model: the tokenizer of {self.model!r} has neither a padding nor an end token")
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer

@@ -16,7 +16,7 @@ from opd.students.model import HFStudent
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How answers are drawn. `temperature` 0 is greedy. Log-probs are those of the distribution that was sampled from."""
+    """How answers are drawn; `temperature` 0 is greedy. Log-probs are those of the distribution that was sampled."""
 
     max_tokens: int = 512
     temperature: float = 1.0
@@ -54,12 +54,14 @@ class Sampler(Protocol):
         """How training rollouts are drawn."""
         ...
 
-    def start(self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int) -> None:
+    def start(
+        self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int
+    ) -> None:
         """Loads the engine for sequences of up to `max_len` tokens."""
         ...
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> list[Rollout]:
-        """`prompt.samples` rollouts per prompt, samples of a prompt side by side; the same seed gives the same draws."""
+        """`prompt.samples` rollouts per prompt, side by side. A draw depends on seed, prompt and sample index alone."""
         ...
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

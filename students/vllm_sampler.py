@@ -38,7 +38,9 @@ class VLLMSampler:
     enforce_eager: bool = False
     engine_args: dict[str, object] = field(default_factory=dict)
 
-    def start(self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int) -> None:
+    def start(
+        self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int
+    ) -> None:
         """Starts the engine; the process group of the trainer must exist already."""
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads live in this process too
@@ -84,6 +86,7 @@ class VLLMSampler:
                     top_k=params.top_k,
                     min_p=params.min_p,
                     stop_token_ids=self.stop_ids,
+                    ignore_eos=True,  # the ids above are all that end an answer
                     logprobs=0,
                     detokenize=False,
                     seed=request_seed(seed, prompt, index),
@@ -116,7 +119,8 @@ class VLLMSampler:
         def noted() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 seen.append(name)
-                yield name, tensor
+                if name in self.names.expected:  # a stranger would leave the engine half loaded
+                    yield name, tensor
 
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": noted()})
         self.names.check(seen)
