@@ -1,7 +1,53 @@
 """Loss formulas: per-token values from a chunk, and nothing else."""
 
-from opd.losses.divergences import JSD, ForwardKL, ReverseKL
-from opd.losses.policy_gradients import PPOClip
+from opd.losses.corrections import MIS, TIS, Correction, SequenceMask, TokenMask
+from opd.losses.divergences import (
+    JSD,
+    AdaptiveKL,
+    ForwardKL,
+    ReverseKL,
+    SkewForwardKL,
+    SkewReverseKL,
+    TotalVariation,
+)
+from opd.losses.estimators import CrossEntropy, SampledKL, SampledReverseKL
+from opd.losses.policy_gradients import BPO, CISPO, GSPO, SAPO, PPOClip, TeacherModulated
 from opd.losses.protocol import AnalyticLoss, Formula, Loss, Need
+from opd.losses.truncated import TruncatedReverseKL
+from opd.losses.views import AtTemperature, GatedByEntropy, Geometric, OnTopK, StopClass, Toward, Veto
 
-__all__ = ["JSD", "AnalyticLoss", "ForwardKL", "Formula", "Loss", "Need", "PPOClip", "ReverseKL"]
+__all__ = [
+    "BPO",
+    "CISPO",
+    "GSPO",
+    "JSD",
+    "MIS",
+    "SAPO",
+    "TIS",
+    "AdaptiveKL",
+    "AnalyticLoss",
+    "AtTemperature",
+    "Correction",
+    "CrossEntropy",
+    "ForwardKL",
+    "Formula",
+    "GatedByEntropy",
+    "Geometric",
+    "Loss",
+    "Need",
+    "OnTopK",
+    "PPOClip",
+    "ReverseKL",
+    "SampledKL",
+    "SampledReverseKL",
+    "SequenceMask",
+    "SkewForwardKL",
+    "SkewReverseKL",
+    "StopClass",
+    "TeacherModulated",
+    "TokenMask",
+    "TotalVariation",
+    "Toward",
+    "TruncatedReverseKL",
+    "Veto",
+]

@@ -17,9 +17,14 @@ from opd.losses.protocol import Need, needs
 from opd.records import TokenChunk
 
 
-def _teacher_logp(chunk: TokenChunk, floor: float | None) -> Tensor:
+ROUNDING = 1e-7  # of probabilities in fp32
+
+
+def _teacher(chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and probabilities [n, V]."""
     assert chunk.teacher_logp is not None, "a term that needs full_vocab scores was given a chunk without a teacher"
-    return chunk.teacher_logp if floor is None else chunk.teacher_logp.clamp(min=floor)
+    assert chunk.teacher_p is not None, "a chunk with a teacher's log-probabilities has its probabilities too"
+    return chunk.teacher_logp, chunk.teacher_p
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,12 @@ class ReverseKL:
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
-        log_ratio = chunk.student_logp - _teacher_logp(chunk, self.floor)
-        p = chunk.student_logp.exp()
-        value = _dot(p, log_ratio)
-        return value, p.mul_(log_ratio.sub_(value[:, None]))
+        teacher_logp, _ = _teacher(chunk)
+        if self.floor is not None:
+            teacher_logp = teacher_logp.clamp(min=self.floor)
+        log_ratio = chunk.student_logp - teacher_logp
+        value = _dot(chunk.student_p, log_ratio)
+        return value, log_ratio.sub_(value[:, None]).mul_(chunk.student_p)
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,8 @@ class ForwardKL:
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
-        teacher_logp = _teacher_logp(chunk, None)
-        q = teacher_logp.exp()
-        value = _dot(q, teacher_logp - chunk.student_logp)
-        return value, chunk.student_logp.exp().sub_(q)
+        teacher_logp, q = _teacher(chunk)
+        return _dot(q, teacher_logp - chunk.student_logp), chunk.student_p - q
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,115 @@ class JSD:
             return ForwardKL().value_and_grad(chunk)
         if self.beta == 1.0:
             return ReverseKL().value_and_grad(chunk)
-        student_logp, teacher_logp = chunk.student_logp, _teacher_logp(chunk, None)
+        student_logp, (teacher_logp, q), p = chunk.student_logp, _teacher(chunk), chunk.student_p
         mixture_logp = torch.logaddexp(teacher_logp + log(self.beta), student_logp + log(1.0 - self.beta))
-        p, q = student_logp.exp(), teacher_logp.exp()
         u = (student_logp - mixture_logp).mul_(1.0 - self.beta)
         student_part = _dot(p, u)
         value = student_part + self.beta * _dot(q, teacher_logp - mixture_logp)
-        return value, p.mul_(u.sub_(student_part[:, None]))
+        return value, u.sub_(student_part[:, None]).mul_(p)
+
+
+@dataclass(frozen=True)
+class SkewForwardKL:
+    """KL(q || alpha q + (1 - alpha) p), bounded by -log alpha (DistiLLM, 2402.03898). Gradient with u = -(1 - alpha) q/m."""
+
+    alpha: float = 0.1
+    needs: ClassVar[frozenset[Need]] = needs("full_vocab")
+
+    def __post_init__(self) -> None:
+        _check_alpha(self.alpha)
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        (teacher_logp, q), p = _teacher(chunk), chunk.student_p
+        mixture_logp = _mixture(teacher_logp, chunk.student_logp, self.alpha)
+        u = (teacher_logp - mixture_logp).exp().mul_(self.alpha - 1.0)
+        return _dot(q, teacher_logp - mixture_logp), u.sub_(_dot(p, u)[:, None]).mul_(p)
+
+
+@dataclass(frozen=True)
+class SkewReverseKL:
+    """KL(p || (1 - alpha) q + alpha p), bounded by -log alpha (DistiLLM, 2402.03898).
+
+    Gradient with u = log(p/m) + 1 - alpha p/m.
+    """
+
+    alpha: float = 0.1
+    needs: ClassVar[frozenset[Need]] = needs("full_vocab")
+
+    def __post_init__(self) -> None:
+        _check_alpha(self.alpha)
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        (teacher_logp, _), p = _teacher(chunk), chunk.student_p
+        log_ratio = chunk.student_logp - _mixture(chunk.student_logp, teacher_logp, self.alpha)
+        value = _dot(p, log_ratio)
+        u = log_ratio.exp().mul_(-self.alpha).add_(log_ratio)
+        return value, u.sub_(_dot(p, u)[:, None]).mul_(p)
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """Forward and reverse KL weighted by how far the models part on the teacher's head and tail (AKL, 2404.02657).
+
+    The head is the teacher's likeliest tokens up to a mass of `mass`; with g the sum of |p - q| over each part, held
+    constant: (g_head KL(q||p) + g_tail KL(p||q)) / (g_head + g_tail). Sorts the vocabulary: the slowest of all.
+    """
+
+    mass: float = 0.5
+    needs: ClassVar[frozenset[Need]] = needs("full_vocab")
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        _, q = _teacher(chunk)
+        ordered, order = q.sort(-1, descending=True)
+        head = torch.zeros_like(q).scatter_(-1, order, (ordered.cumsum(-1) - ordered < self.mass).to(q.dtype))
+        gap = (chunk.student_p - q).abs()
+        head_gap, total = _dot(head, gap), gap.sum(-1)
+        share = torch.where(total > 0, head_gap / total.clamp(min=1e-30), 0.5)
+        (forward, forward_grad), (reverse, reverse_grad) = (f.value_and_grad(chunk) for f in (ForwardKL(), ReverseKL()))
+        value = share * forward + (1.0 - share) * reverse
+        return value, forward_grad.mul_(share[:, None]).add_(reverse_grad.mul_(1.0 - share[:, None]))
+
+
+@dataclass(frozen=True)
+class TotalVariation:
+    """sum_v |p - q| / 2, in [0, 1]. Gradient with u = sign(p - q) / 2, zero where they agree to rounding."""
+
+    needs: ClassVar[frozenset[Need]] = needs("full_vocab")
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        gap = chunk.student_p - _teacher(chunk)[1]
+        u = gap.sign().masked_fill_(gap.abs() < ROUNDING, 0.0).mul_(0.5)
+        return 0.5 * gap.abs().sum(-1), u.sub_(_dot(chunk.student_p, u)[:, None]).mul_(chunk.student_p)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0.0 < alpha < 1.0:
+        raise ValueError(f"alpha={alpha}: must lie in (0, 1)")
+
+
+def _mixture(first_logp: Tensor, second_logp: Tensor, alpha: float) -> Tensor:
+    """log(alpha first + (1 - alpha) second) [n, V]."""
+    return torch.logaddexp(first_logp + log(alpha), second_logp + log(1.0 - alpha))
 
 
 def _dot(weights: Tensor, values: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from opd.losses.protocol import Need, needs
+from opd.losses.protocol import Loss, Need, needs
 from opd.records import TokenChunk
 
 MAX_LOG_RATIO = 20.0  # exp(20) ~ 5e8: beyond it the ratio would overflow before any clip could act
@@ -37,10 +37,127 @@ class PPOClip:
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""
-        ratio = (chunk.token_logp - chunk.sampler_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = token_ratio(chunk)
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         loss = -torch.minimum(ratio * chunk.advantages, clipped * chunk.advantages)
         if self.dual_clip is None:
             return loss
         bound = -self.dual_clip * chunk.advantages
         return torch.where(chunk.advantages < 0, torch.minimum(loss, bound), loss)
+
+
+@dataclass(frozen=True)
+class GSPO:
+    """PPO clip on the row's ratio s = exp(mean_t log rho_t) instead of the token's (2507.18071).
+
+    The gradient goes through each token by s_t = sg(s) p_t / sg(p_t). Meant for `aggregation: sequence_mean`.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    needs: ClassVar[frozenset[Need]] = needs("advantage", "sampler_logp", "row_ratio")
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        assert chunk.row_log_ratio is not None, "GSPO needs the row's ratio"
+        ratio = chunk.row_log_ratio.exp() * (chunk.token_logp - chunk.token_logp.detach()).exp()
+        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        return -torch.minimum(ratio * chunk.advantages, clipped * chunk.advantages)
+
+
+@dataclass(frozen=True)
+class CISPO:
+    """-sg(min(rho, cap)) A log p: a clipped weight, so that no token loses its gradient (2506.13585; cap 5: ScaleRL).
+
+    `cap` null is the plain off-policy policy gradient of FlashREINFORCE.
+    """
+
+    cap: float | None = 5.0
+    needs: ClassVar[frozenset[Need]] = needs("advantage", "sampler_logp")
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        ratio = token_ratio(chunk).detach()
+        weight = ratio if self.cap is None else ratio.clamp(max=self.cap)
+        return -weight * chunk.advantages * chunk.token_logp
+
+
+@dataclass(frozen=True)
+class SAPO:
+    """-f(rho) A with the soft gate f = 4/tau sigmoid(tau (rho - 1)), whose slope is 1 at rho = 1 (2511.20347).
+
+    `tau_negative` must not be below `tau_positive`: the reverse order is unstable.
+    """
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    needs: ClassVar[frozenset[Need]] = needs("advantage", "sampler_logp")
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.tau_positive <= self.tau_negative:
+            raise ValueError(
+                f"tau_positive={self.tau_positive}, tau_negative={self.tau_negative}: need 0 < tau_positive <= tau_negative"
+            )
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        tau = torch.where(chunk.advantages > 0, self.tau_positive, self.tau_negative)
+        return -torch.sigmoid(tau * (token_ratio(chunk) - 1.0)) * 4.0 / tau * chunk.advantages
+
+
+@dataclass(frozen=True)
+class BPO:
+    """-A M min(sg(omega), cap) log p, omega = (1 + eps - mu) / (1 + eps - p), mu the sampler's probability (2609.15987).
+
+    M drops the tokens that PPO's clip would drop.
+    """
+
+    epsilon: float = 0.1
+    cap: float = 3.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    needs: ClassVar[frozenset[Need]] = needs("advantage", "sampler_logp")
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        ratio, a = token_ratio(chunk).detach(), chunk.advantages
+        dropped = ((a > 0) & (ratio > 1.0 + self.clip_high)) | ((a < 0) & (ratio < 1.0 - self.clip_low))
+        weight = self.omega(chunk.sampler_logp.exp(), chunk.token_logp.detach().exp()).masked_fill(dropped, 0.0)
+        return -a * weight * chunk.token_logp
+
+    def omega(self, sampler_p: Tensor, student_p: Tensor) -> Tensor:
+        """The capped weight [n]."""
+        return ((1.0 + self.epsilon - sampler_p) / (1.0 + self.epsilon - student_p)).clamp(max=self.cap)
+
+
+@dataclass(frozen=True)
+class TeacherModulated:
+    """A policy gradient whose advantage the teacher scales and the verifier signs (RLSD, 2604.03128).
+
+    A' = A clip(exp(sign(A) (log q - log p)), 1 - clip, 1 + clip): the sign of A never changes.
+    """
+
+    loss: Loss
+    clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.clip < 1.0:
+            raise ValueError(f"clip={self.clip}: must lie in [0, 1), or the verifier's sign is lost")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Those of the loss, and the teacher's score of the sampled token."""
+        return self.loss.needs | {"sampled"}
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        assert chunk.teacher_token_logp is not None, "modulation needs the teacher's score of the sampled token"
+        gap = chunk.teacher_token_logp - chunk.token_logp.detach()
+        scale = (chunk.advantages.sign() * gap).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        scaled = chunk.advantages * scale.clamp(1.0 - self.clip, 1.0 + self.clip)
+        return self.loss(replace(chunk, advantages=scaled))
+
+
+def token_ratio(chunk: TokenChunk) -> Tensor:
+    """Student over sampler probability of the sampled token [n]."""
+    return (chunk.token_logp - chunk.sampler_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

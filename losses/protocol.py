@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opd.records import TokenChunk
 
-Need = Literal["full_vocab", "advantage", "sampler_logp"]
+Need = Literal["full_vocab", "sampled", "reference", "advantage", "sampler_logp", "row_ratio"]
 
 
 @runtime_checkable
@@ -23,7 +23,12 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What must exist for the formula: `full_vocab` teacher scores, an `advantage`, exact `sampler_logp`."""
+        """What must exist for the formula.
+
+        `full_vocab` or `sampled`: the teacher's scores of all tokens or of the sampled one; `reference`: the same of a
+        second teacher; `advantage`: rewards; `sampler_logp`: the probability under which the token was drawn, exactly;
+        `row_ratio`: the mean log-ratio of the whole row, which costs a forward pass without gradients.
+        """
         ...
 
     def __call__(self, chunk: TokenChunk) -> Tensor:

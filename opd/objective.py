@@ -1,8 +1,9 @@
 """The streaming objective: every loss term and statistic in one pass over the student's head.
 
-Hidden states of the trainable tokens and the head go in; a scalar with exact gradients and detached per-token statistics
-come out. Tokens pass in chunks (matrix products) and, inside a chunk, in cache-sized blocks of rows (element-wise
-arithmetic). Gradients are taken on the way, so logits are computed once, never recomputed, and [N, V] never exists.
+Hidden states of the trainable tokens and the head go in; a scalar with exact gradients and detached per-token
+statistics come out. Tokens pass in chunks (matrix products) and, inside a chunk, in cache-sized blocks of rows
+(element-wise arithmetic). Gradients are taken on the way, so logits are computed once, never recomputed, and [N, V]
+never exists.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from opd.terms import Term
 LOGP_MIN = -1e4  # nats; stands for -inf in a teacher's scores, so that products with zero stay zero
 BLOCK_ELEMENTS = 2**19  # rows * V of a block: 2 MiB in fp32, so that a block's few tensors stay in the cache
 OVERLAP_K = 16
+OVERLAP_SAMPLED = 2**13  # vocabularies above this size get the overlap on a sample of tokens
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,7 @@ class _Streamed(torch.autograd.Function):
 class _Pass:
     """State of one pass; a fresh one per micro-batch."""
 
-    def __init__(
-        self, head: Head, batch: MicroBatch, teacher_heads: Mapping[str, Head], objective: Objective
-    ) -> None:
+    def __init__(self, head: Head, batch: MicroBatch, teacher_heads: Mapping[str, Head], objective: Objective) -> None:
         self.head, self.batch, self.teacher_heads, self.objective = head, batch, teacher_heads, objective
         self.num_tokens = len(batch.tokens.token_ids)
         self.values: dict[str, Tensor] = {}
@@ -94,7 +94,9 @@ class _Pass:
         weight, bias = self.head.cut()
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(self.head.weight.shape, device=weight.device) if need_weight else None
-        grad_bias = torch.zeros(self.head.weight.shape[0], device=weight.device) if need_bias and bias is not None else None
+        grad_bias = (
+            torch.zeros(self.head.weight.shape[0], device=weight.device) if need_bias and bias is not None else None
+        )
         loss = torch.zeros((), device=hidden.device)
         for start in range(0, self.num_tokens, self.objective.chunk_tokens):
             rows = slice(start, min(start + self.objective.chunk_tokens, self.num_tokens))
@@ -141,51 +143,56 @@ class _Pass:
         sampling_logp = student_logp if temperature == 1.0 else torch.log_softmax(z / temperature, -1)
         chunk = TokenChunk(
             student_logp=student_logp,
+            student_p=student_logp.exp(),
             token_logp=sampling_logp.gather(-1, token_ids[:, None])[:, 0],
             token_ids=token_ids,
             sampler_logp=fields.sampler_logp[block],
             advantages=fields.advantages[block],
-            teacher_logp=None,
         )
-        teacher_logp = {name: self._teacher_logp(name, logits, block) for name, logits in teacher_logits.items()}
-        self._record(chunk, teacher_logp, block)
+        chunks: dict[str | None, TokenChunk] = {None: chunk}
+        for name, logits in teacher_logits.items():
+            teacher_logp = self._teacher_logp(name, logits, block)
+            chunks[name] = replace(chunk, teacher_logp=teacher_logp, teacher_p=teacher_logp.exp())
+        self._record(chunks, block)
         loss = z.new_zeros(())
         token_grad = z.new_zeros(len(z))  # d loss / d token_logp
         z.zero_()
         for term in self.objective.terms:
             coefficient = self.batch.term_weights[term.name][block] * self.objective.weights[term.name]
-            teacher = None if term.teacher is None else teacher_logp[term.teacher]
-            value = _add_gradient(term, replace(chunk, teacher_logp=teacher), coefficient, z, token_grad)
+            value = _add_gradient(term, chunks[term.teacher], coefficient, z, token_grad)
             active = self.batch.term_weights[term.name][block] != 0
             loss += torch.where(active, coefficient * value, 0.0).sum()
             self._put(self.values, term.name, block, torch.where(active, value, torch.nan))
         if bool(token_grad.any()):
-            _add_token_gradient(z, token_grad / temperature, sampling_logp, token_ids)
+            p = chunk.student_p if temperature == 1.0 else sampling_logp.exp()
+            _add_token_gradient(z, token_grad / temperature, p, token_ids)
         return loss
 
     def _teacher_logp(self, name: str, logits: Tensor, block: slice) -> Tensor:
         """Log-probabilities [n, V]; uniform where the teacher's score is missing (the term's weight is zero there)."""
-        missing = ~self.batch.teachers[name].present[block]
-        return torch.log_softmax(logits.masked_fill_(missing[:, None], 0.0), -1).clamp_(min=LOGP_MIN)
+        present = self.batch.teachers[name].present[block]
+        if not bool(present.all()):
+            logits = logits.masked_fill(~present[:, None], 0.0)
+        return torch.log_softmax(logits, -1).clamp_(min=LOGP_MIN)
 
-    def _record(self, chunk: TokenChunk, teacher_logp: Mapping[str, Tensor], block: slice) -> None:
-        """Per-token statistics of the block."""
-        student_logp = chunk.student_logp
-        p = student_logp.exp()
-        negative_entropy = torch.linalg.vecdot(p, student_logp)
-        put = lambda name, value: self._put(self.statistics, name, block, value)  # noqa: E731
-        put("student/entropy", -negative_entropy)
-        put("student/token_logp", chunk.token_logp)
-        k = min(OVERLAP_K, student_logp.shape[1])
-        student_top = student_logp.topk(k, -1).indices
-        for name, logp in teacher_logp.items():
-            present = self.batch.teachers[name].present[block]
-            keep = lambda value, present=present: torch.where(present, value, torch.nan)  # noqa: E731
-            common = (student_top[:, :, None] == logp.topk(k, -1).indices[:, None, :]).sum((1, 2))
-            put(f"teacher/{name}/kl", keep(negative_entropy - torch.linalg.vecdot(p, logp)))
-            put(f"teacher/{name}/entropy", keep(-torch.linalg.vecdot(logp.exp(), logp)))
-            put(f"teacher/{name}/token_logp", keep(logp.gather(-1, chunk.token_ids[:, None])[:, 0]))
-            put(f"teacher/{name}/overlap16", keep(common / k))
+    def _record(self, chunks: Mapping[str | None, TokenChunk], block: slice) -> None:
+        """Per-token statistics of the block; the key None holds the student alone."""
+        student = chunks[None]
+        negative_entropy = torch.linalg.vecdot(student.student_p, student.student_logp)
+        self._put(self.statistics, "student/entropy", block, -negative_entropy)
+        self._put(self.statistics, "student/token_logp", block, student.token_logp)
+        for name, chunk in chunks.items():
+            if chunk.teacher_logp is None or chunk.teacher_p is None:
+                continue
+            missing = ~self.batch.teachers[str(name)].present[block]
+            found = {
+                "kl": negative_entropy - torch.linalg.vecdot(chunk.student_p, chunk.teacher_logp),
+                "entropy": -torch.linalg.vecdot(chunk.teacher_p, chunk.teacher_logp),
+                "token_logp": chunk.teacher_logp.gather(-1, chunk.token_ids[:, None])[:, 0],
+                "overlap16": _overlap(chunk.student_logp, chunk.teacher_logp),
+            }
+            for statistic, value in found.items():
+                self._put(self.statistics, f"teacher/{name}/{statistic}", block, value.masked_fill(missing, torch.nan))
 
     def _put(self, store: dict[str, Tensor], name: str, block: slice, value: Tensor) -> None:
         if name not in store:
@@ -193,31 +200,49 @@ class _Pass:
         store[name][block] = value
 
 
+def _overlap(student_logp: Tensor, teacher_logp: Tensor) -> Tensor:
+    """Share of the student's top 16 that is in the teacher's [n]. Over a large vocabulary only the block's first row is
+    looked at, the others are NaN: a top-k costs more than all other statistics together.
+    """
+    k, rows = min(OVERLAP_K, student_logp.shape[1]), 1 if student_logp.shape[1] > OVERLAP_SAMPLED else len(student_logp)
+    student, teacher = (logp[:rows].topk(k, -1).indices for logp in (student_logp, teacher_logp))
+    share = student_logp.new_full((len(student_logp),), torch.nan)
+    share[:rows] = (student[:, :, None] == teacher[:, None, :]).sum((1, 2)) / k
+    return share
+
+
 def _add_gradient(term: Term, chunk: TokenChunk, coefficient: Tensor, grad: Tensor, token_grad: Tensor) -> Tensor:
     """The term's values [n]; adds coefficient * gradient to the logits' gradient [n, V] or the sampled tokens' [n]."""
+    active = coefficient != 0
     if isinstance(term.loss, AnalyticLoss):
         value, logit_grad = term.loss.value_and_grad(chunk)
-        grad.addcmul_(logit_grad, coefficient[:, None])
+        grad.addcmul_(_only(active, logit_grad), coefficient[:, None])
         return value
     with torch.enable_grad():
-        student_logp, token_logp = chunk.student_logp.detach(), chunk.token_logp.detach()
-        leaves = (student_logp.requires_grad_(), token_logp.requires_grad_())
-        value = term.loss(replace(chunk, student_logp=leaves[0], token_logp=leaves[1]))
+        leaves = (chunk.student_logp.detach().requires_grad_(), chunk.token_logp.detach().requires_grad_())
+        traced = replace(chunk, student_logp=leaves[0], student_p=leaves[0].exp(), token_logp=leaves[1])
+        value = term.loss(traced)
         _check_values(term, value, len(coefficient))
         total = (value * coefficient).sum()
         by_logp, by_token = (
             torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else (None, None)
         )
     if by_logp is not None:
-        grad.add_(by_logp).sub_(leaves[0].detach().exp().mul_(by_logp.sum(-1, keepdim=True)))
+        by_logp = _only(active, by_logp)
+        grad.add_(by_logp).addcmul_(chunk.student_p, by_logp.sum(-1, keepdim=True), value=-1.0)
     if by_token is not None:
-        token_grad += by_token
+        token_grad += _only(active, by_token)
     return value.detach()
 
 
-def _add_token_gradient(grad: Tensor, token_grad: Tensor, logp: Tensor, token_ids: Tensor) -> None:
+def _only(active: Tensor, grad: Tensor) -> Tensor:
+    """The gradient [n, ...], zero in rows that the term does not weigh: a formula may be infinite there."""
+    return grad if bool(active.all()) else grad.masked_fill(~active.view(-1, *[1] * (grad.ndim - 1)), 0.0)
+
+
+def _add_token_gradient(grad: Tensor, token_grad: Tensor, p: Tensor, token_ids: Tensor) -> None:
     """Adds token_grad * (onehot - p): the gradient of the sampled tokens' log-probabilities."""
-    grad.addcmul_(logp.exp(), token_grad[:, None], value=-1.0)
+    grad.addcmul_(p, token_grad[:, None], value=-1.0)
     grad.scatter_add_(-1, token_ids[:, None], token_grad[:, None])
 
 

@@ -148,16 +148,25 @@ class Batch:
 class TokenChunk:
     """What a loss sees: a block of n trainable tokens under one term's teacher. Log-probabilities are fp32.
 
-    `student_logp` and `token_logp` carry gradient; everything else is constant. `token_logp` is taken at the sampling
-    temperature, so that its ratio to `sampler_logp` is exact; `student_logp` and `teacher_logp` at temperature 1.
+    A formula is differentiable in `student_logp`, `student_p` and `token_logp`; everything else is constant. `token_logp`
+    is taken at the sampling temperature, so that its ratio to `sampler_logp` is exact; the others at temperature 1.
+    Tensors are shared by all terms: never write into them.
     """
 
     student_logp: Tensor  # [n, V]
+    student_p: Tensor  # [n, V]
     token_logp: Tensor  # [n]
     token_ids: Tensor  # [n]
     sampler_logp: Tensor  # [n]
     advantages: Tensor  # [n]
-    teacher_logp: Tensor | None  # [n, V], None for a term without a teacher
+    teacher_logp: Tensor | None = None  # [n, V], None for a term without a teacher
+    teacher_p: Tensor | None = None  # [n, V]
+    teacher_token_logp: Tensor | None = None  # [n]
+    reference_logp: Tensor | None = None  # [n, V], of the term's second teacher
+    reference_token_logp: Tensor | None = None  # [n]
+    row_log_ratio: Tensor | None = None  # [n], mean over the token's row of student minus sampler log-prob
+    stop_ids: tuple[int, ...] = ()  # ids that end an answer, for the student or a teacher
+    progress: float = 0.0  # steps done / steps planned, for scheduled parameters
 
 
 @dataclass(frozen=True)

@@ -56,3 +56,11 @@ class Switch:
     def __call__(self, progress: float) -> float:
         """The value at `progress`."""
         return self.before if progress < self.at else self.after
+
+
+Scheduled = float | Schedule  # a number, or one that follows progress
+
+
+def at(value: Scheduled, progress: float) -> float:
+    """The number at `progress`."""
+    return value(progress) if isinstance(value, Schedule) else float(value)

@@ -15,11 +15,13 @@ def chunk_of(p: list[float], q: list[float] | None = None, token: int = 0, advan
     student = torch.tensor([p], dtype=torch.float64).log()
     return TokenChunk(
         student_logp=student,
+        student_p=student.exp(),
         token_logp=student[:, token],
         token_ids=torch.tensor([token]),
         sampler_logp=student[:, token].clone(),
         advantages=torch.tensor([advantage], dtype=torch.float64),
         teacher_logp=None if q is None else torch.tensor([q], dtype=torch.float64).log(),
+        teacher_p=None if q is None else torch.tensor([q], dtype=torch.float64),
     )
 
 

@@ -10,16 +10,25 @@ from math import log
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.losses import JSD, AnalyticLoss, ForwardKL, ReverseKL
+from opd.losses import JSD, AdaptiveKL, AnalyticLoss, ForwardKL, ReverseKL, SkewForwardKL, SkewReverseKL, TotalVariation
 from opd.records import TokenChunk
 from tests.chunks import chunk_of, logit_grad
 
 P, Q = [0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1]
-LOSSES = [ReverseKL(), ForwardKL(), JSD(0.0), JSD(0.1), JSD(0.5), JSD(0.9), JSD(1.0)]
+LOSSES = [
+    ReverseKL(),
+    ForwardKL(),
+    *(JSD(beta) for beta in (0.0, 0.1, 0.5, 0.9, 1.0)),
+    SkewForwardKL(0.1),
+    SkewReverseKL(0.1),
+    SkewReverseKL(0.7),
+    TotalVariation(),
+    AdaptiveKL(0.5),
+]
 
 
 def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -31,6 +40,22 @@ def reference(loss: AnalyticLoss, p: Tensor, q: Tensor) -> Tensor:
         return kl(p, q)
     if isinstance(loss, ForwardKL) or (isinstance(loss, JSD) and loss.beta == 0.0):
         return kl(q, p)
+    if isinstance(loss, SkewForwardKL):
+        return kl(q, loss.alpha * q + (1 - loss.alpha) * p)
+    if isinstance(loss, SkewReverseKL):
+        return kl(p, (1 - loss.alpha) * q + loss.alpha * p)
+    if isinstance(loss, TotalVariation):
+        return 0.5 * (p - q).abs().sum()
+    if isinstance(loss, AdaptiveKL):
+        order = q.argsort(descending=True)
+        mass, head = 0.0, []
+        for index in order.tolist():
+            if mass < loss.mass:
+                head.append(index)
+            mass += q[index].item()
+        gap = (p - q).abs().detach()
+        share = (gap[head].sum() / gap.sum()).item() if gap.sum() > 0 else 0.5
+        return share * kl(q, p) + (1 - share) * kl(p, q)
     m = loss.beta * q + (1 - loss.beta) * p
     return loss.beta * kl(q, m) + (1 - loss.beta) * kl(p, m)
 
@@ -45,6 +70,9 @@ def reference(loss: AnalyticLoss, p: Tensor, q: Tensor) -> Tensor:
         (JSD(0.9), 0.043837),
         (JSD(0.0), 0.381796),
         (JSD(1.0), 0.518965),
+        (SkewForwardKL(0.1), 0.316859),
+        (SkewReverseKL(0.1), 0.372479),
+        (TotalVariation(), 0.4),
     ],
 )
 def test_known_values(loss: AnalyticLoss, value: float) -> None:
@@ -66,6 +94,7 @@ def test_value_and_gradient_match_the_definition(loss: AnalyticLoss, data: st.Da
     size = data.draw(st.integers(2, 12))
     logits = st.lists(st.floats(-6, 6), min_size=size, max_size=size)
     p, q = (torch.softmax(torch.tensor(data.draw(logits), dtype=torch.float64), -1) for _ in range(2))
+    assume(not isinstance(loss, TotalVariation) or (p - q).abs().min() > 1e-6)  # no slope where they touch
     value, grad = loss.value_and_grad(chunk_of(p.tolist(), q.tolist()))
     assert value.item() == pytest.approx(reference(loss, p, q).item(), abs=1e-9)
     assert value.item() >= -1e-12
@@ -110,7 +139,10 @@ def test_extreme_logits_stay_finite() -> None:
     """Logits of 1e4 and a one-hot teacher: every value and gradient is finite."""
     student = torch.log_softmax(torch.tensor([[1e4, 0.0, -1e4]]), -1)
     teacher = torch.log_softmax(torch.tensor([[-1e4, 1e4, 0.0]]), -1).clamp(min=-1e4)
-    chunk = TokenChunk(student, student[:, 0], torch.tensor([0]), student[:, 0], torch.zeros(1), teacher)
+    first = student[:, 0]
+    chunk = TokenChunk(
+        student, student.exp(), first, torch.tensor([0]), first, torch.zeros(1), teacher, teacher.exp()
+    )
     for loss in LOSSES:
         value, grad = loss.value_and_grad(chunk)
         assert torch.isfinite(value).all()

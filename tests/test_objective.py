@@ -10,9 +10,9 @@ from torch import Tensor
 
 from opd import objective as module
 from opd.heads import Head
-from opd.losses import JSD, ForwardKL, Formula, PPOClip, ReverseKL
+from opd.losses import JSD, Formula, ForwardKL, PPOClip, ReverseKL
 from opd.objective import Objective, streamed_loss
-from opd.records import MicroBatch, TeacherPayload, TokenChunk
+from opd.records import MicroBatch, TokenChunk
 from opd.terms import Term
 from tests.chunks import micro_batch
 
@@ -21,7 +21,7 @@ N, V, H, TH = 23, 37, 8, 12
 
 def plain_reverse_kl(chunk: TokenChunk) -> Tensor:
     """As a user would write it: differentiated by autograd on the block."""
-    return (chunk.student_logp.exp() * (chunk.student_logp - chunk.teacher_logp)).sum(-1)
+    return (chunk.student_p * (chunk.student_logp - chunk.teacher_logp)).sum(-1)
 
 
 def mixed(chunk: TokenChunk) -> Tensor:
@@ -69,7 +69,9 @@ class Problem:
         q = torch.log_softmax((self.batch.teachers["main"].hidden @ self.teacher.weight[:V].T).double(), -1)
         logp = torch.log_softmax(z, -1)
         token_logp = torch.log_softmax(z / temperature, -1).gather(-1, fields.token_ids[:, None])[:, 0]
-        chunk = TokenChunk(logp, token_logp, fields.token_ids, fields.sampler_logp.double(), fields.advantages.double(), q)
+        chunk = TokenChunk(
+            logp, logp.exp(), token_logp, fields.token_ids, fields.sampler_logp.double(), fields.advantages.double(), q, q.exp()
+        )
         formulas = {
             ReverseKL: plain_reverse_kl,
             ForwardKL: lambda c: (c.teacher_logp.exp() * (c.teacher_logp - c.student_logp)).sum(-1),

@@ -1,13 +1,14 @@
-"""PPO clip: -min(rho A, clip(rho) A), values by hand."""
+"""Policy-gradient surrogates and corrections, values by hand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log
 
 import pytest
 import torch
 
-from opd.losses import PPOClip
+from opd.losses import BPO, CISPO, GSPO, MIS, SAPO, TIS, PPOClip, SequenceMask, TeacherModulated, TokenMask
 from opd.records import TokenChunk
 
 
@@ -15,8 +16,9 @@ def tokens(ratios: list[float], advantages: list[float]) -> TokenChunk:
     """Tokens with sampler probability 0.1 and student probability 0.1 * ratio."""
     sampler = torch.full((len(ratios),), log(0.1), dtype=torch.float64)
     token_logp = (sampler + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    return TokenChunk(torch.empty(len(ratios), 0), token_logp, torch.zeros(len(ratios), dtype=torch.long), sampler,
-                      torch.tensor(advantages, dtype=torch.float64), None)  # fmt: skip
+    empty = torch.empty(len(ratios), 0)
+    token_ids = torch.zeros(len(ratios), dtype=torch.long)
+    return TokenChunk(empty, empty, token_logp, token_ids, sampler, torch.tensor(advantages, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_dual_clip_bounds_a_negative_advantage() -> None:
 
 def test_a_ratio_beyond_overflow_stays_finite() -> None:
     chunk = tokens([1.0], [-1.0])
-    chunk = TokenChunk(chunk.student_logp, chunk.token_logp, chunk.token_ids, chunk.sampler_logp - 1e4, chunk.advantages, None)
+    chunk = replace(chunk, sampler_logp=chunk.sampler_logp - 1e4)
     assert torch.isfinite(PPOClip()(chunk)).all()
 
 
@@ -54,3 +56,73 @@ def test_a_ratio_beyond_overflow_stays_finite() -> None:
 def test_bounds_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         PPOClip(**bad)
+
+
+def slope(loss: object, chunk: TokenChunk) -> list[float]:
+    """d loss / d log p per token."""
+    return torch.autograd.grad(loss(chunk).sum(), chunk.token_logp)[0].tolist()
+
+
+ON_POLICY = [PPOClip(), CISPO(), CISPO(cap=None), SAPO(1.0, 1.0), GSPO(), BPO()]
+
+
+@pytest.mark.parametrize("loss", ON_POLICY, ids=str)
+def test_on_policy_every_surrogate_is_the_plain_policy_gradient(loss: object) -> None:
+    """At rho = 1 the slope is -A, up to BPO's weight omega = (1.1 - .1) / (1.1 - .1) = 1."""
+    chunk = replace(tokens([1.0, 1.0], [2.0, -1.0]), row_log_ratio=torch.zeros(2, dtype=torch.float64))
+    assert slope(loss, chunk) == pytest.approx([-2.0, 1.0])
+
+
+def test_cispo_caps_the_weight_and_keeps_the_gradient() -> None:
+    assert slope(CISPO(cap=5.0), tokens([2.0, 9.0], [1.0, 1.0])) == pytest.approx([-2.0, -5.0])
+    assert slope(CISPO(cap=None), tokens([9.0], [1.0])) == pytest.approx([-9.0])
+
+
+def test_sapo_gate() -> None:
+    """f' = 4 s (1 - s) rho with s = sigmoid(tau (rho - 1)): at rho = 2, tau = 1, s = .7311, slope -A .7864 * 2."""
+    assert slope(SAPO(), tokens([2.0], [1.0])) == pytest.approx([-2 * 0.78645], abs=1e-4)
+    with pytest.raises(ValueError, match="tau_positive"):
+        SAPO(1.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sampler_p", "student_p", "omega"),
+    [(0.001, 0.01, 1.0083), (0.5, 0.9, 3.0), (0.9, 0.5, 0.3333), (0.5, 0.5, 1.0), (0.0, 1.0, 3.0)],
+)
+def test_bpo_weights(sampler_p: float, student_p: float, omega: float) -> None:
+    got = BPO().omega(torch.tensor([sampler_p]), torch.tensor([student_p])).item()
+    assert got == pytest.approx(omega, abs=1e-4)
+
+
+def test_bpo_drops_what_ppo_clips() -> None:
+    assert slope(BPO(), tokens([1.5, 1.5, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0]))[0] == 0.0
+    assert slope(BPO(), tokens([0.5], [-1.0])) == [0.0]
+    assert slope(BPO(), tokens([1.5], [-1.0]))[0] != 0.0
+
+
+def test_gspo_uses_the_ratio_of_the_row() -> None:
+    """Row ratio 1.0003 inside [1 - 3e-4, 1 + 4e-4]: slope -A s; 1.001 beyond it: clipped for A > 0, not for A < 0."""
+    chunk = replace(tokens([3.0, 3.0, 3.0], [1.0, 1.0, -1.0]), row_log_ratio=torch.tensor([1.0003, 1.001, 1.001]).double().log())
+    assert slope(GSPO(), chunk) == pytest.approx([-1.0003, 0.0, 1.001], abs=1e-6)
+
+
+def test_modulation_keeps_the_sign_of_the_verifier() -> None:
+    """Gap log q - log p = 2: A = 1 is scaled by 1.2 (clipped), A = -1 by .8; a gap of .1 by exp(.1) = 1.105."""
+    chunk = tokens([1.0, 1.0, 1.0], [1.0, -1.0, 1.0])
+    chunk = replace(chunk, teacher_token_logp=chunk.token_logp.detach() + torch.tensor([2.0, 2.0, 0.1]))
+    assert slope(TeacherModulated(PPOClip()), chunk) == pytest.approx([-1.2, 0.8, -1.1052], abs=1e-4)
+    with pytest.raises(ValueError, match="clip"):
+        TeacherModulated(PPOClip(), clip=1.0)
+
+
+def test_corrections() -> None:
+    chunk = tokens([0.4, 1.0, 3.0], [1.0] * 3)
+    assert TIS(cap=2.0)(chunk).tolist() == pytest.approx([0.4, 1.0, 2.0])
+    assert MIS(0.5, 2.0)(chunk).tolist() == pytest.approx([0.0, 1.0, 0.0])
+    assert MIS(0.1, 5.0)(chunk).tolist() == pytest.approx([0.4, 1.0, 3.0])
+    assert TokenMask(0.5, 5.0)(chunk).tolist() == [0.0, 1.0, 1.0]
+    rows = replace(chunk, row_log_ratio=torch.tensor([0.005, 0.02, -0.02]))
+    assert SequenceMask(0.99, 1.01)(rows).tolist() == [1.0, 0.0, 0.0]
+    assert not TIS()(chunk).requires_grad
+    with pytest.raises(ValueError, match="low"):
+        MIS(1.5, 2.0)

@@ -1,0 +1,279 @@
+"""Divergences seen through a view: each wrapper changes the two distributions, asks the divergence inside, and carries
+its gradient back to the student's logits. Views nest.
+
+Two facts carry all of them. Lumping tokens into buckets: with b the bucket's probability and g the gradient in the
+bucket's log-odds, the logit gradient of a token v in it is g p_v / b. Renormalising over a set: the gradient inside the
+set is that of the small distribution, and zero outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from opd.losses.protocol import AnalyticLoss, Need
+from opd.records import TokenChunk
+from opd.schedules import Scheduled, at
+
+TINY = 1e-30  # a bucket's probability is never below it, so that its logarithm exists
+
+
+def _with_teacher(chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+    assert chunk.teacher_logp is not None, "a view of a divergence was given a chunk without a teacher"
+    assert chunk.teacher_p is not None, "a chunk with a teacher's log-probabilities has its probabilities too"
+    return chunk.teacher_logp, chunk.teacher_p
+
+
+@dataclass(frozen=True)
+class AtTemperature:
+    """The divergence between softmax(log p / T) and softmax(log q / T); apart from the temperature of sampling."""
+
+    divergence: AnalyticLoss
+    temperature: Scheduled = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, float) and self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature}: must be positive")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Those of the divergence."""
+        return self.divergence.needs
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        temperature = at(self.temperature, chunk.progress)
+        student_logp, teacher_logp = (
+            torch.log_softmax(logp / temperature, -1) for logp in (chunk.student_logp, _with_teacher(chunk)[0])
+        )
+        value, grad = self.divergence.value_and_grad(_between(chunk, student_logp, teacher_logp))
+        return value, grad.div_(temperature)
+
+
+@runtime_checkable
+class Target(Protocol):
+    """A distribution made of the teacher's and others, for the student to follow instead of the teacher's."""
+
+    def logp(self, chunk: TokenChunk) -> Tensor:
+        """Log-probabilities [n, V], constant."""
+        ...
+
+
+@dataclass(frozen=True)
+class Geometric:
+    """q^lam * reference^(1 - lam), normalised: between the two below 1, beyond the teacher above (ExOPD, 2602.12125).
+
+    The reference is the term's `reference`, another teacher: the student's start, or the teacher's own.
+    """
+
+    lam: Scheduled = 1.25
+
+    def logp(self, chunk: TokenChunk) -> Tensor:
+        """Log-probabilities [n, V]."""
+        assert chunk.reference_logp is not None, "a geometric target needs the term's reference"
+        lam = at(self.lam, chunk.progress)
+        return torch.log_softmax(lam * _with_teacher(chunk)[0] + (1 - lam) * chunk.reference_logp, -1)
+
+
+@dataclass(frozen=True)
+class Veto:
+    """q * p^beta, normalised, p held constant; a constant beta has the fixed point q^(1 / (1 - beta)) (2601.07155)."""
+
+    beta: Scheduled = 0.8
+
+    def logp(self, chunk: TokenChunk) -> Tensor:
+        """Log-probabilities [n, V]."""
+        return torch.log_softmax(_with_teacher(chunk)[0] + at(self.beta, chunk.progress) * chunk.student_logp, -1)
+
+
+@dataclass(frozen=True)
+class Toward:
+    """The divergence to a target instead of to the teacher."""
+
+    divergence: AnalyticLoss
+    target: Target
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Those of the divergence, and of a geometric target the reference."""
+        return self.divergence.needs | ({"reference"} if isinstance(self.target, Geometric) else frozenset())
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        target = self.target.logp(chunk)
+        return self.divergence.value_and_grad(replace(chunk, teacher_logp=target, teacher_p=target.exp()))
+
+
+@dataclass(frozen=True)
+class StopClass:
+    """All ids that end an answer, the student's and the teacher's, count as one token in both distributions.
+
+    A base student that stops with another id than its teacher otherwise unlearns to stop (2609.20511).
+    """
+
+    divergence: AnalyticLoss
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Those of the divergence."""
+        return self.divergence.needs
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        ids = [index for index in chunk.stop_ids if index < chunk.student_p.shape[1]]
+        if len(ids) < 2:
+            return self.divergence.value_and_grad(chunk)
+        teacher_p = _with_teacher(chunk)[1]
+        student, teacher = (_lump(p, ids) for p in (chunk.student_p, teacher_p))
+        lumped = replace(
+            chunk,
+            student_p=student, student_logp=student.clamp(min=TINY).log(),
+            teacher_p=teacher, teacher_logp=teacher.clamp(min=TINY).log(),
+        )  # fmt: skip
+        value, grad = self.divergence.value_and_grad(lumped)
+        share = chunk.student_p[:, ids] / student[:, ids[:1]].clamp(min=TINY)
+        grad[:, ids] = grad[:, ids[:1]] * share
+        return value, grad
+
+
+def _lump(p: Tensor, ids: list[int]) -> Tensor:
+    """Probabilities [n, V] with the mass of all `ids` on the first of them."""
+    lumped = p.clone()
+    lumped[:, ids] = 0.0
+    lumped[:, ids[0]] = p[:, ids].sum(-1)
+    return lumped
+
+
+@dataclass(frozen=True)
+class GatedByEntropy:
+    """The divergence where the teacher's entropy exceeds `threshold` nats, zero elsewhere (EOPD, 2603.07079)."""
+
+    divergence: AnalyticLoss
+    threshold: float = 0.8
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Those of the divergence."""
+        return self.divergence.needs
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        teacher_logp, teacher_p = _with_teacher(chunk)
+        gate = (-torch.linalg.vecdot(teacher_p, teacher_logp) > self.threshold).to(teacher_p.dtype)
+        value, grad = self.divergence.value_and_grad(chunk)
+        return value * gate, grad.mul_(gate[:, None])
+
+
+Support = Literal["teacher", "student", "union", "intersection"]
+
+
+@dataclass(frozen=True)
+class OnTopK:
+    """The divergence over the k likeliest tokens of one or both models.
+
+    Args:
+        of: whose top-k; `union` and `intersection` combine both.
+        rest: `tail` lumps all other tokens into one bucket: a lower bound of the full divergence that still pulls the
+            student's mass to where the teacher's is (SDPO, 2601.20802). `renormalised` compares the two conditional
+            distributions and is blind to mass outside the set (LSM, 2603.25562). Both have the teacher as fixed point.
+    """
+
+    divergence: AnalyticLoss
+    k: int = 64
+    of: Support = "teacher"
+    rest: Literal["tail", "renormalised"] = "tail"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k={self.k}: must be at least 1")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Those of the divergence."""
+        return self.divergence.needs
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+        ids, valid = support_ids(chunk, self.k, self.of)
+        inside = self._renormalised if self.rest == "renormalised" else self._with_tail
+        return inside(chunk, ids, valid)
+
+    def _with_tail(self, chunk: TokenChunk, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        teacher_p = _with_teacher(chunk)[1]
+        student, teacher = (torch.cat([on_set(p, ids, valid), rest_of(p, ids, valid)], -1) for p in (chunk.student_p, teacher_p))
+        value, grad = self.divergence.value_and_grad(
+            _between(chunk, student.clamp(min=TINY).log(), teacher.clamp(min=TINY).log())
+        )
+        slope = grad[:, -1:] / student[:, -1:].clamp(min=TINY)  # per unit of the tail's probability
+        spread = chunk.student_p * slope
+        correction = (grad[:, :-1] - student[:, :-1] * slope).masked_fill(~valid, 0.0)
+        return value, spread.scatter_add_(-1, ids, correction)
+
+    def _renormalised(self, chunk: TokenChunk, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        teacher_logp, _ = _with_teacher(chunk)
+        student, teacher = (
+            torch.log_softmax(logp.gather(-1, ids).masked_fill(~valid, -1e4), -1)
+            for logp in (chunk.student_logp, teacher_logp)
+        )
+        value, grad = self.divergence.value_and_grad(_between(chunk, student, teacher))
+        full = torch.zeros_like(chunk.student_p)
+        return value, full.scatter_add_(-1, ids, grad.masked_fill(~valid, 0.0))
+
+
+def support_ids(chunk: TokenChunk, k: int, of: Support) -> tuple[Tensor, Tensor]:
+    """Token ids [n, K] of the support and which of them count [n, K]; no id counts twice."""
+    k = min(k, chunk.student_p.shape[1])
+    teacher_logp, _ = _with_teacher(chunk)
+    student = chunk.student_logp.topk(k, -1).indices if of != "teacher" else None
+    teacher = teacher_logp.topk(k, -1).indices if of != "student" else None
+    if student is None or teacher is None:
+        ids = teacher if student is None else student
+        assert ids is not None, "one of the two was computed"
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    common = (student[:, :, None] == teacher[:, None, :]).any(-1)
+    if of == "intersection":
+        return student, common
+    return torch.cat([teacher, student], -1), torch.cat([torch.ones_like(common), ~common], -1)
+
+
+def on_set(p: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
+    """Probabilities [n, K] of the support's tokens, zero where one does not count."""
+    return p.gather(-1, ids).masked_fill(~valid, 0.0)
+
+
+def rest_of(p: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
+    """Probability [n, 1] outside the support, summed rather than subtracted: exact however small it is."""
+    kept = p.gather(-1, ids).masked_fill(valid, 0.0)  # a duplicate that does not count meets its twin's zero: the minimum
+    return p.clone().scatter_reduce_(-1, ids, kept, "amin").sum(-1, keepdim=True)
+
+
+def _between(chunk: TokenChunk, student_logp: Tensor, teacher_logp: Tensor) -> TokenChunk:
+    """The chunk with other distributions in place of the full ones."""
+    return replace(
+        chunk,
+        student_logp=student_logp, student_p=student_logp.exp(),
+        teacher_logp=teacher_logp, teacher_p=teacher_logp.exp(),
+    )  # fmt: skip
