@@ -47,8 +47,6 @@ class TruncatedReverseKL:
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]; with u = d value / d p, the gradient is p (u - <p, u>)."""
-        assert chunk.teacher_logp is not None
-        assert chunk.teacher_p is not None
         ids, valid = support_ids(chunk, self.k, self.of)
         p, q = (on_set(full, ids, valid) for full in (chunk.student_p, chunk.teacher_p))
         log_ratio = (chunk.student_logp - chunk.teacher_logp).gather(-1, ids).masked_fill(~valid, 0.0)
@@ -66,7 +64,6 @@ class TruncatedReverseKL:
         chunk: TokenChunk, ids: Tensor, valid: Tensor, value: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Adds 1[y not in S] (log p(y) - log q(y) + 1) and its score-function gradient."""
-        assert chunk.teacher_logp is not None
         token = chunk.token_ids[:, None]
         outside = ~((ids == token) & valid).any(-1)
         log_ratio = (chunk.student_logp - chunk.teacher_logp).gather(-1, token)[:, 0]

@@ -15,16 +15,10 @@ import torch
 from torch import Tensor
 
 from opd.losses.protocol import AnalyticLoss, Need
-from opd.records import TokenChunk
+from opd.records import Distribution, TokenChunk
 from opd.schedules import Scheduled, at
 
 TINY = 1e-30  # a bucket's probability is never below it, so that its logarithm exists
-
-
-def _with_teacher(chunk: TokenChunk) -> tuple[Tensor, Tensor]:
-    assert chunk.teacher_logp is not None, "a view of a divergence was given a chunk without a teacher"
-    assert chunk.teacher_p is not None, "a chunk with a teacher's log-probabilities has its probabilities too"
-    return chunk.teacher_logp, chunk.teacher_p
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class AtTemperature:
         """Values [n], logit gradient [n, V]."""
         temperature = at(self.temperature, chunk.progress)
         student_logp, teacher_logp = (
-            torch.log_softmax(logp / temperature, -1) for logp in (chunk.student_logp, _with_teacher(chunk)[0])
+            torch.log_softmax(logp / temperature, -1) for logp in (chunk.student_logp, chunk.teacher_logp)
         )
         value, grad = self.divergence.value_and_grad(_between(chunk, student_logp, teacher_logp))
         return value, grad.div_(temperature)
@@ -77,9 +71,8 @@ class Geometric:
 
     def logp(self, chunk: TokenChunk) -> Tensor:
         """Log-probabilities [n, V]."""
-        assert chunk.reference_logp is not None, "a geometric target needs the term's reference"
         lam = at(self.lam, chunk.progress)
-        return torch.log_softmax(lam * _with_teacher(chunk)[0] + (1 - lam) * chunk.reference_logp, -1)
+        return torch.log_softmax(lam * chunk.teacher_logp + (1 - lam) * chunk.reference_logp, -1)
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Veto:
 
     def logp(self, chunk: TokenChunk) -> Tensor:
         """Log-probabilities [n, V]."""
-        return torch.log_softmax(_with_teacher(chunk)[0] + at(self.beta, chunk.progress) * chunk.student_logp, -1)
+        return torch.log_softmax(chunk.teacher_logp + at(self.beta, chunk.progress) * chunk.student_logp, -1)
 
 
 @dataclass(frozen=True)
@@ -111,8 +104,8 @@ class Toward:
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
-        target = self.target.logp(chunk)
-        return self.divergence.value_and_grad(replace(chunk, teacher_logp=target, teacher_p=target.exp()))
+        target = Distribution(self.target.logp(chunk))
+        return self.divergence.value_and_grad(replace(chunk, teacher=target))
 
 
 @dataclass(frozen=True)
@@ -138,14 +131,8 @@ class StopClass:
         ids = [index for index in chunk.stop_ids if index < chunk.student_p.shape[1]]
         if len(ids) < 2:
             return self.divergence.value_and_grad(chunk)
-        teacher_p = _with_teacher(chunk)[1]
-        student, teacher = (_lump(p, ids) for p in (chunk.student_p, teacher_p))
-        lumped = replace(
-            chunk,
-            student_p=student, student_logp=student.clamp(min=TINY).log(),
-            teacher_p=teacher, teacher_logp=teacher.clamp(min=TINY).log(),
-        )  # fmt: skip
-        value, grad = self.divergence.value_and_grad(lumped)
+        student, teacher = (_lump(p, ids) for p in (chunk.student_p, chunk.teacher_p))
+        value, grad = self.divergence.value_and_grad(_between(chunk, _log(student), _log(teacher)))
         share = chunk.student_p[:, ids] / student[:, ids[:1]].clamp(min=TINY)
         grad[:, ids] = grad[:, ids[:1]] * share
         return value, grad
@@ -177,8 +164,8 @@ class GatedByEntropy:
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
-        teacher_logp, teacher_p = _with_teacher(chunk)
-        gate = (-torch.linalg.vecdot(teacher_p, teacher_logp) > self.threshold).to(teacher_p.dtype)
+        entropy = -torch.linalg.vecdot(chunk.teacher_p, chunk.teacher_logp)
+        gate = (entropy > self.threshold).to(entropy.dtype)
         value, grad = self.divergence.value_and_grad(chunk)
         return value * gate, grad.mul_(gate[:, None])
 
@@ -222,21 +209,19 @@ class OnTopK:
         return inside(chunk, ids, valid)
 
     def _with_tail(self, chunk: TokenChunk, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        teacher_p = _with_teacher(chunk)[1]
-        student, teacher = (torch.cat([on_set(p, ids, valid), rest_of(p, ids, valid)], -1) for p in (chunk.student_p, teacher_p))
-        value, grad = self.divergence.value_and_grad(
-            _between(chunk, student.clamp(min=TINY).log(), teacher.clamp(min=TINY).log())
+        student, teacher = (
+            torch.cat([on_set(p, ids, valid), rest_of(p, ids, valid)], -1) for p in (chunk.student_p, chunk.teacher_p)
         )
+        value, grad = self.divergence.value_and_grad(_between(chunk, _log(student), _log(teacher)))
         slope = grad[:, -1:] / student[:, -1:].clamp(min=TINY)  # per unit of the tail's probability
         spread = chunk.student_p * slope
         correction = (grad[:, :-1] - student[:, :-1] * slope).masked_fill(~valid, 0.0)
         return value, spread.scatter_add_(-1, ids, correction)
 
     def _renormalised(self, chunk: TokenChunk, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        teacher_logp, _ = _with_teacher(chunk)
         student, teacher = (
             torch.log_softmax(logp.gather(-1, ids).masked_fill(~valid, -1e4), -1)
-            for logp in (chunk.student_logp, teacher_logp)
+            for logp in (chunk.student_logp, chunk.teacher_logp)
         )
         value, grad = self.divergence.value_and_grad(_between(chunk, student, teacher))
         full = torch.zeros_like(chunk.student_p)
@@ -246,9 +231,8 @@ class OnTopK:
 def support_ids(chunk: TokenChunk, k: int, of: Support) -> tuple[Tensor, Tensor]:
     """Token ids [n, K] of the support and which of them count [n, K]; no id counts twice."""
     k = min(k, chunk.student_p.shape[1])
-    teacher_logp, _ = _with_teacher(chunk)
     student = chunk.student_logp.topk(k, -1).indices if of != "teacher" else None
-    teacher = teacher_logp.topk(k, -1).indices if of != "student" else None
+    teacher = chunk.teacher_logp.topk(k, -1).indices if of != "student" else None
     if student is None or teacher is None:
         ids = teacher if student is None else student
         assert ids is not None, "one of the two was computed"
@@ -266,14 +250,14 @@ def on_set(p: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
 
 def rest_of(p: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
     """Probability [n, 1] outside the support, summed rather than subtracted: exact however small it is."""
-    kept = p.gather(-1, ids).masked_fill(valid, 0.0)  # a duplicate that does not count meets its twin's zero: the minimum
+    kept = p.gather(-1, ids).masked_fill(valid, 0.0)  # a duplicate meets its twin's zero, and the minimum wins
     return p.clone().scatter_reduce_(-1, ids, kept, "amin").sum(-1, keepdim=True)
 
 
 def _between(chunk: TokenChunk, student_logp: Tensor, teacher_logp: Tensor) -> TokenChunk:
     """The chunk with other distributions in place of the full ones."""
-    return replace(
-        chunk,
-        student_logp=student_logp, student_p=student_logp.exp(),
-        teacher_logp=teacher_logp, teacher_p=teacher_logp.exp(),
-    )  # fmt: skip
+    return replace(chunk, student=Distribution(student_logp), teacher=Distribution(teacher_logp))
+
+
+def _log(p: Tensor) -> Tensor:
+    return p.clamp(min=TINY).log()

@@ -3,115 +3,137 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from opd import ranks
 from opd.padding import pad, predictor_index, split_by_tokens
-from opd.records import Batch, Credit, FullVocab, MicroBatch, Rollout, TeacherPayload, TokenFields
+from opd.records import Batch, MicroBatch, TeacherPayload, TokenFields
+from opd.rows import Row
 from opd.terms import Term
+from opd.weighting import Facts
 
-
-@dataclass(frozen=True)
-class Row:
-    """One rollout with all that is known of it. `terms`: names of the terms its stream trains under."""
-
-    rollout: Rollout
-    credit: Credit
-    scores: Mapping[str, FullVocab | None]  # teacher name -> scores, None where missing
-    terms: frozenset[str]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and response, as they go through the model."""
-        return self.rollout.prompt.token_ids + self.rollout.token_ids
-
-    @property
-    def trainable(self) -> list[int]:
-        """Positions inside the response that the student chose."""
-        flags = self.rollout.trainable or [True] * len(self.rollout.token_ids)
-        return [position for position, flag in enumerate(flags) if flag]
-
-    def trains(self, term: Term) -> bool:
-        """Whether the term applies: its stream names it, and the reward or score that it needs exists."""
-        return (
-            term.name in self.terms
-            and (not term.needs_advantage or self.credit.advantage is not None)
-            and (term.teacher is None or self.scores[term.teacher] is not None)
-        )
+Factors = list[list[float]]  # per row, per trainable token
 
 
 def make_batch(
-    rows: Sequence[Row], terms: Sequence[Term], teacher_widths: Mapping[str, int], micro_batch_tokens: int, pad_id: int
+    rows: Sequence[Row],
+    terms: Sequence[Term],
+    teacher_widths: Mapping[str, int],
+    micro_batch_tokens: int,
+    pad_id: int,
+    facts: Facts = (),
 ) -> Batch:
     """This rank's rows as micro-batches of at most `micro_batch_tokens` padded tokens (a longer row stands alone).
 
     Term weights are divided by counts over all rows of all ranks, so the sum over micro-batches and ranks is the loss.
-    All ranks get the same number of micro-batches; surplus ones are empty. `teacher_widths`: teacher -> hidden size.
+    All ranks get the same number of micro-batches; surplus ones are empty. `teacher_widths`: teacher -> hidden size;
+    `facts`: per row, what a forward pass without gradients found, for the terms that need it.
     """
-    counts = global_counts(rows, terms)
+    factors = {term.name: term_factors(rows, term, facts) for term in terms}
+    counts = _global_counts(factors, terms)
     groups = split_by_tokens([len(row.token_ids) for row in rows], micro_batch_tokens)
-    most = max(ranks.gather(len(groups)))
-    members = [[rows[i] for i in group] for group in groups] + [[] for _ in range(most - len(groups))]
+    groups += [[]] * (max(ranks.gather(len(groups))) - len(groups))
+    weights = {term.name: _weights(factors[term.name], term, counts[term.name]) for term in terms}
     return Batch(
-        micro_batches=[_micro_batch(group, terms, counts, teacher_widths, pad_id) for group in members],
+        micro_batches=[_micro_batch(group, rows, weights, teacher_widths, pad_id, facts) for group in groups],
+        order=groups,
         term_counts=counts,
         num_tokens=sum(len(row.trainable) for row in rows),
         min_version=min((row.rollout.version for row in rows), default=0),
     )
 
 
-def global_counts(rows: Sequence[Row], terms: Sequence[Term]) -> dict[str, float]:
-    """Each term's denominator over all ranks: tokens, rows, or rows times a constant."""
+def trains(row: Row, term: Term) -> bool:
+    """Whether the term applies: the row's stream names it, and the reward and scores that it needs exist."""
+    return (
+        term.name in row.terms
+        and (not term.needs_advantage or row.credit.advantage is not None)
+        and all(row.scores[teacher] is not None for teacher in term.teachers)
+    )
+
+
+def term_factors(rows: Sequence[Row], term: Term, facts: Facts) -> Factors:
+    """Every trainable token's factor under the term: the product of its weighers', 0 where the term does not apply."""
+    factors = [[float(trains(row, term))] * len(row.trainable) for row in rows]
+    for weigher in term.weigh.values():
+        given = weigher.weigh(rows, facts)
+        factors = [[a * b for a, b in zip(mine, theirs, strict=True)] for mine, theirs in zip(factors, given, strict=True)]
+    return factors
+
+
+def _global_counts(factors: Mapping[str, Factors], terms: Sequence[Term]) -> dict[str, float]:
+    """Each term's denominator over all ranks: tokens, rows, or rows times a constant; those of factor 0 do not count."""
     local = {}
     for term in terms:
-        tokens = [len(row.trainable) for row in rows if row.trains(term) and row.trainable]
-        local[term.name] = float(sum(tokens) if term.aggregation == "token_mean" else len(tokens))
+        tokens = [sum(factor != 0 for factor in row) for row in factors[term.name]]
+        local[term.name] = float(sum(tokens) if term.aggregation == "token_mean" else sum(map(bool, tokens)))
     scale = {term.name: term.constant_tokens if term.aggregation == "constant" else 1 for term in terms}
     return {name: count * scale[name] for name, count in ranks.sums(local).items()}
 
 
+def _weights(factors: Factors, term: Term, count: float) -> Factors:
+    """Each token's share of the term's global mean."""
+    weights = []
+    for row in factors:
+        tokens = sum(factor != 0 for factor in row)
+        each = 1.0 / count / (tokens if term.aggregation == "sequence_mean" else 1) if tokens else 0.0
+        weights.append([factor * each for factor in row])
+    return weights
+
+
 def _micro_batch(
-    rows: Sequence[Row], terms: Sequence[Term], counts: Mapping[str, float], teachers: Mapping[str, int], pad_id: int
+    group: Sequence[int],
+    rows: Sequence[Row],
+    weights: Mapping[str, Factors],
+    teachers: Mapping[str, int],
+    pad_id: int,
+    facts: Facts,
 ) -> MicroBatch:
-    ids, mask = pad([row.token_ids for row in rows] or [[pad_id]], pad_id)
+    members = [rows[index] for index in group]
+    ids, mask = pad([row.token_ids for row in members] or [[pad_id]], pad_id)
+    return MicroBatch(
+        input_ids=ids,
+        attention_mask=mask if members else torch.ones_like(mask),
+        tokens=_fields(members, ids.shape[1], [_row_log_ratio(rows[index], facts, index) for index in group]),
+        term_weights={
+            name: torch.tensor([w for index in group for w in given[index]], dtype=torch.float32)
+            for name, given in weights.items()
+        },
+        teachers={name: _payload(members, name, width) for name, width in teachers.items()},
+        rows=len(members),
+    )
+
+
+def _fields(rows: Sequence[Row], width: int, row_log_ratios: Sequence[float]) -> TokenFields:
     predictors: list[int] = []
     token_ids: list[int] = []
     sampler_logp: list[float] = []
     advantages: list[float] = []
+    log_ratios: list[float] = []
     for number, row in enumerate(rows):
         for position in row.trainable:
-            predictors.append(predictor_index(number, ids.shape[1], len(row.rollout.prompt.token_ids), position))
+            predictors.append(predictor_index(number, width, len(row.rollout.prompt.token_ids), position))
             token_ids.append(row.rollout.token_ids[position])
             sampler_logp.append(row.rollout.logp[position])
             advantages.append(row.credit.advantage or 0.0)
-    return MicroBatch(
-        input_ids=ids,
-        attention_mask=mask if rows else torch.ones_like(mask),
-        tokens=TokenFields(
-            torch.tensor(predictors, dtype=torch.long),
-            torch.tensor(token_ids, dtype=torch.long),
-            torch.tensor(sampler_logp, dtype=torch.float32),
-            torch.tensor(advantages, dtype=torch.float32),
-        ),
-        term_weights={term.name: _weights(rows, term, counts[term.name]) for term in terms},
-        teachers={name: _payload(rows, name, width) for name, width in teachers.items()},
-        rows=len(rows),
+            log_ratios.append(row_log_ratios[number])
+    return TokenFields(
+        torch.tensor(predictors, dtype=torch.long),
+        torch.tensor(token_ids, dtype=torch.long),
+        torch.tensor(sampler_logp, dtype=torch.float32),
+        torch.tensor(advantages, dtype=torch.float32),
+        torch.tensor(log_ratios, dtype=torch.float32),
     )
 
 
-def _weights(rows: Sequence[Row], term: Term, count: float) -> Tensor:
-    """[N]: each token's share of the term's global mean."""
-    weights: list[float] = []
-    for row in rows:
-        tokens = len(row.trainable)
-        each = 0.0
-        if row.trains(term) and tokens:
-            each = 1.0 / count / (tokens if term.aggregation == "sequence_mean" else 1)
-        weights += [each] * tokens
-    return torch.tensor(weights, dtype=torch.float32)
+def _row_log_ratio(row: Row, facts: Facts, index: int) -> float:
+    """Mean over the row's trainable tokens of student minus sampler log-prob; 0 without facts."""
+    if not facts or not row.trainable:
+        return 0.0
+    sampler = torch.tensor([row.rollout.logp[position] for position in row.trainable])
+    return (facts[index]["student/token_logp"] - sampler).mean().item()
 
 
 def _payload(rows: Sequence[Row], name: str, width: int) -> TeacherPayload:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opd import ranks
-from opd.batching import Row, make_batch
+from opd.batching import make_batch
 from opd.engine import Engine
 from opd.metrics import Outcomes, statistics_metrics
 from opd.objective import Objective
 from opd.prompts import Prompts
-from opd.records import Credit, FullVocab, Mean, Prompt, Rollout
+from opd.records import Credit, FullVocab, Mean, Prompt, Reward, Rollout
 from opd.rewards import RewardStage
+from opd.rows import Row
 from opd.scoring import TeacherStage
 from opd.students import Sampler, SamplingParams
 from opd.teachers import LocalTeacher
@@ -60,33 +61,40 @@ class Evaluator:
     micro_batch_tokens: int
     pad_id: int
 
-    def student(self, sampler: Sampler) -> tuple[dict[str, Mean], list[Rollout]]:
-        """Merged metrics `eval/...` and this rank's answers; nothing when no prompts are held out."""
+    def student(self, sampler: Sampler) -> tuple[dict[str, Mean], list[tuple[Rollout, Reward]]]:
+        """Merged metrics `eval/...` and this rank's judged answers; nothing when no prompts are held out."""
+        if not self.has_problems:
+            return {}, []
         prompts = self.share()
         rollouts = sampler.sample(prompts, self.config.sampling(sampler.params), EVAL_SEED) if prompts else []
-        metrics = self.accuracy(rollouts) | self._divergence(rollouts)
+        rewards = self.rewards.score(rollouts)
+        metrics = self.accuracy(rewards) | self._divergence(rollouts)
         metrics["eval/length"] = Mean(float(sum(len(r.token_ids) for r in rollouts)), float(len(rollouts)))
         metrics["eval/truncated"] = Mean(float(sum(r.finish == "length" for r in rollouts)), float(len(rollouts)))
-        return ranks.merged(metrics), rollouts
+        return ranks.merged(metrics), list(zip(rollouts, rewards, strict=True))
+
+    @property
+    def has_problems(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.prompts.heldout) and self.config.problems > 0
 
     def share(self) -> list[Prompt]:
         """This rank's held-out prompts."""
         return ranks.share(self.prompts.evaluation(self.config.problems, self.config.samples))
 
-    def accuracy(self, rollouts: Sequence[Rollout]) -> dict[str, Mean]:
+    def accuracy(self, rewards: Sequence[Reward]) -> dict[str, Mean]:
         """`eval/accuracy`: the mean reward; absent where no reward is configured."""
-        verdicts = [reward.value for reward in self.rewards.score(rollouts)] if rollouts else []
-        known = [value for value in verdicts if value is not None]
+        known = [reward.value for reward in rewards if reward.value is not None]
         return {"eval/accuracy": Mean(float(sum(known)), float(len(known)))} if self.rewards.terms else {}
 
     def teacher_accuracy(self, params: SamplingParams) -> float | None:
         """What the first local teacher reaches on the same prompts; None where no teacher can answer."""
         answering = [teacher for teacher in self.teachers.teachers.values() if isinstance(teacher, LocalTeacher)]
         prompts = self.share()
-        if not answering or not self.prompts.heldout:
+        if not answering or not self.has_problems:
             return None
         rollouts = answering[0].sample(prompts, self.config.sampling(params), EVAL_SEED) if prompts else []
-        return ranks.merged(self.accuracy(rollouts))["eval/accuracy"].value
+        return ranks.merged(self.accuracy(self.rewards.score(rollouts)))["eval/accuracy"].value
 
     def _divergence(self, rollouts: Sequence[Rollout]) -> dict[str, Mean]:
         """`eval/kl` per token (the first teacher's) and `eval/<teacher>/...`."""
@@ -105,7 +113,7 @@ class Evaluator:
     ) -> Outcomes:
         """Per-token statistics of any rollouts, without terms and without a step."""
         rows = [
-            Row(rollout, Credit(None), {name: given[i] for name, given in scores.items()}, frozenset())
+            Row(rollout, Reward(None), Credit(None), {name: given[i] for name, given in scores.items()}, frozenset())
             for i, rollout in enumerate(rollouts)
         ]
         heads, widths = self.teachers.heads(self.vocab_size), self.teachers.widths()

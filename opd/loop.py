@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from opd import ranks
-from opd.batching import make_batch
 from opd.run import Run
 
 
@@ -18,8 +17,7 @@ def train(run: Run) -> None:
         with run.stage("score"):
             scores = run.teachers.score(rollouts)
         credits = run.credit.assign(rollouts, rewards)
-        rows = run.rows(rollouts, scores, credits)
-        batch = make_batch(rows, run.terms, run.teachers.widths(), run.micro_batch_tokens, run.pad_id)
+        batch = run.batch(run.rows(rollouts, rewards, scores, credits))
         with run.stage("update"):
             update = run.engine.update(batch, run.objective(step), run.teacher_heads)
         with run.stage("sync"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opd.heads import Head
 from opd.losses import AnalyticLoss
-from opd.records import MicroBatch, TokenChunk
+from opd.records import Distribution, MicroBatch, TokenChunk
 from opd.terms import Term
 
 LOGP_MIN = -1e4  # nats; stands for -inf in a teacher's scores, so that products with zero stay zero
@@ -35,6 +35,8 @@ class Objective:
     vocab_size: int  # ids that the student and all teachers share
     temperature: float = 1.0  # of sampling
     chunk_tokens: int = 256
+    progress: float = 0.0  # steps done / steps planned
+    stop_ids: tuple[int, ...] = ()  # ids that end an answer, the student's and the teachers'
 
 
 @dataclass(frozen=True)
@@ -142,27 +144,31 @@ class _Pass:
         student_logp = torch.log_softmax(z, -1)
         sampling_logp = student_logp if temperature == 1.0 else torch.log_softmax(z / temperature, -1)
         chunk = TokenChunk(
-            student_logp=student_logp,
-            student_p=student_logp.exp(),
+            student=Distribution(student_logp),
             token_logp=sampling_logp.gather(-1, token_ids[:, None])[:, 0],
             token_ids=token_ids,
             sampler_logp=fields.sampler_logp[block],
             advantages=fields.advantages[block],
+            row_log_ratio=fields.row_log_ratio[block],
+            stop_ids=self.objective.stop_ids,
+            progress=self.objective.progress,
         )
-        chunks: dict[str | None, TokenChunk] = {None: chunk}
-        for name, logits in teacher_logits.items():
-            teacher_logp = self._teacher_logp(name, logits, block)
-            chunks[name] = replace(chunk, teacher_logp=teacher_logp, teacher_p=teacher_logp.exp())
-        self._record(chunks, block)
+        teachers = {
+            name: Distribution(self._teacher_logp(name, logits, block)) for name, logits in teacher_logits.items()
+        }
+        self._record(chunk, teachers, block)
         loss = z.new_zeros(())
         token_grad = z.new_zeros(len(z))  # d loss / d token_logp
         z.zero_()
         for term in self.objective.terms:
-            coefficient = self.batch.term_weights[term.name][block] * self.objective.weights[term.name]
-            value = _add_gradient(term, chunks[term.teacher], coefficient, z, token_grad)
-            active = self.batch.term_weights[term.name][block] != 0
+            weight = self.batch.term_weights[term.name][block]
+            seen = _under(chunk, teachers, term)
+            factor = 1.0 if term.correction is None else term.correction(seen)
+            coefficient = weight * self.objective.weights[term.name] * factor
+            value = _add_gradient(term, seen, coefficient, z, token_grad)
+            active = weight != 0
             loss += torch.where(active, coefficient * value, 0.0).sum()
-            self._put(self.values, term.name, block, torch.where(active, value, torch.nan))
+            self._put(self.values, term.name, block, torch.where(active, factor * value, torch.nan))
         if bool(token_grad.any()):
             p = chunk.student_p if temperature == 1.0 else sampling_logp.exp()
             _add_token_gradient(z, token_grad / temperature, p, token_ids)
@@ -175,21 +181,18 @@ class _Pass:
             logits = logits.masked_fill(~present[:, None], 0.0)
         return torch.log_softmax(logits, -1).clamp_(min=LOGP_MIN)
 
-    def _record(self, chunks: Mapping[str | None, TokenChunk], block: slice) -> None:
-        """Per-token statistics of the block; the key None holds the student alone."""
-        student = chunks[None]
+    def _record(self, student: TokenChunk, teachers: Mapping[str, Distribution], block: slice) -> None:
+        """Per-token statistics of the block."""
         negative_entropy = torch.linalg.vecdot(student.student_p, student.student_logp)
         self._put(self.statistics, "student/entropy", block, -negative_entropy)
         self._put(self.statistics, "student/token_logp", block, student.token_logp)
-        for name, chunk in chunks.items():
-            if chunk.teacher_logp is None or chunk.teacher_p is None:
-                continue
-            missing = ~self.batch.teachers[str(name)].present[block]
+        for name, teacher in teachers.items():
+            missing = ~self.batch.teachers[name].present[block]
             found = {
-                "kl": negative_entropy - torch.linalg.vecdot(chunk.student_p, chunk.teacher_logp),
-                "entropy": -torch.linalg.vecdot(chunk.teacher_p, chunk.teacher_logp),
-                "token_logp": chunk.teacher_logp.gather(-1, chunk.token_ids[:, None])[:, 0],
-                "overlap16": _overlap(chunk.student_logp, chunk.teacher_logp),
+                "kl": negative_entropy - torch.linalg.vecdot(student.student_p, teacher.logp),
+                "entropy": -torch.linalg.vecdot(teacher.p, teacher.logp),
+                "token_logp": _of_token(teacher, student.token_ids),
+                "overlap16": _overlap(student.student_logp, teacher.logp),
             }
             for statistic, value in found.items():
                 self._put(self.statistics, f"teacher/{name}/{statistic}", block, value.masked_fill(missing, torch.nan))
@@ -211,6 +214,23 @@ def _overlap(student_logp: Tensor, teacher_logp: Tensor) -> Tensor:
     return share
 
 
+def _of_token(distribution: Distribution, token_ids: Tensor) -> Tensor:
+    return distribution.logp.gather(-1, token_ids[:, None])[:, 0]
+
+
+def _under(chunk: TokenChunk, teachers: Mapping[str, Distribution], term: Term) -> TokenChunk:
+    """The chunk as the term sees it: with its teacher's and its reference's distributions."""
+    teacher = None if term.teacher is None else teachers[term.teacher]
+    reference = None if term.reference is None else teachers[term.reference]
+    return replace(
+        chunk,
+        teacher=teacher,
+        teacher_token_logp=None if teacher is None else _of_token(teacher, chunk.token_ids),
+        reference=reference,
+        reference_token_logp=None if reference is None else _of_token(reference, chunk.token_ids),
+    )
+
+
 def _add_gradient(term: Term, chunk: TokenChunk, coefficient: Tensor, grad: Tensor, token_grad: Tensor) -> Tensor:
     """The term's values [n]; adds coefficient * gradient to the logits' gradient [n, V] or the sampled tokens' [n]."""
     active = coefficient != 0
@@ -220,8 +240,7 @@ def _add_gradient(term: Term, chunk: TokenChunk, coefficient: Tensor, grad: Tens
         return value
     with torch.enable_grad():
         leaves = (chunk.student_logp.detach().requires_grad_(), chunk.token_logp.detach().requires_grad_())
-        traced = replace(chunk, student_logp=leaves[0], student_p=leaves[0].exp(), token_logp=leaves[1])
-        value = term.loss(traced)
+        value = term.loss(replace(chunk, student=Distribution(leaves[0]), token_logp=leaves[1]))
         _check_values(term, value, len(coefficient))
         total = (value * coefficient).sum()
         by_logp, by_token = (

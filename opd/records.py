@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -100,6 +101,7 @@ class TokenFields:
     token_ids: Tensor  # [N]
     sampler_logp: Tensor  # [N]
     advantages: Tensor  # [N]
+    row_log_ratio: Tensor  # [N], see TokenChunk; zero where no term asks for it
 
 
 @dataclass(frozen=True)
@@ -139,34 +141,75 @@ class Batch:
     """One rank's share of an update."""
 
     micro_batches: list[MicroBatch]
+    order: list[list[int]]  # numbers of the rows in each micro-batch
     term_counts: Mapping[str, float]  # term name -> global denominator
     num_tokens: int  # trainable tokens of this rank
     min_version: int
 
 
 @dataclass(frozen=True)
-class TokenChunk:
-    """What a loss sees: a block of n trainable tokens under one term's teacher. Log-probabilities are fp32.
+class Distribution:
+    """Log-probabilities over the vocabulary, fp32, and their exponentials, made once when first asked for."""
 
-    A formula is differentiable in `student_logp`, `student_p` and `token_logp`; everything else is constant. `token_logp`
-    is taken at the sampling temperature, so that its ratio to `sampler_logp` is exact; the others at temperature 1.
-    Tensors are shared by all terms: never write into them.
+    logp: Tensor  # [n, V]
+
+    @cached_property
+    def p(self) -> Tensor:
+        """Probabilities [n, V]."""
+        return self.logp.exp()
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """What a loss sees: a block of n trainable tokens under one term's teacher.
+
+    A formula is differentiable in the student's distribution and in `token_logp`; everything else is constant.
+    `token_logp` is taken at the sampling temperature, so that its ratio to `sampler_logp` is exact; the others at
+    temperature 1. Tensors are shared by all terms: never write into them.
     """
 
-    student_logp: Tensor  # [n, V]
-    student_p: Tensor  # [n, V]
-    token_logp: Tensor  # [n]
+    student: Distribution
+    token_logp: Tensor  # [n], the student's, of the sampled token
     token_ids: Tensor  # [n]
     sampler_logp: Tensor  # [n]
     advantages: Tensor  # [n]
-    teacher_logp: Tensor | None = None  # [n, V], None for a term without a teacher
-    teacher_p: Tensor | None = None  # [n, V]
+    teacher: Distribution | None = None  # None for a term without a teacher
     teacher_token_logp: Tensor | None = None  # [n]
-    reference_logp: Tensor | None = None  # [n, V], of the term's second teacher
+    reference: Distribution | None = None  # the term's second teacher
     reference_token_logp: Tensor | None = None  # [n]
     row_log_ratio: Tensor | None = None  # [n], mean over the token's row of student minus sampler log-prob
     stop_ids: tuple[int, ...] = ()  # ids that end an answer, for the student or a teacher
     progress: float = 0.0  # steps done / steps planned, for scheduled parameters
+
+    @property
+    def student_logp(self) -> Tensor:
+        """[n, V]."""
+        return self.student.logp
+
+    @property
+    def student_p(self) -> Tensor:
+        """[n, V]."""
+        return self.student.p
+
+    @property
+    def teacher_logp(self) -> Tensor:
+        """[n, V]."""
+        return _there(self.teacher, "teacher").logp
+
+    @property
+    def teacher_p(self) -> Tensor:
+        """[n, V]."""
+        return _there(self.teacher, "teacher").p
+
+    @property
+    def reference_logp(self) -> Tensor:
+        """[n, V]."""
+        return _there(self.reference, "reference").logp
+
+
+def _there(distribution: Distribution | None, name: str) -> Distribution:
+    assert distribution is not None, f"a loss asked for the {name}'s distribution without declaring that it needs it"
+    return distribution
 
 
 @dataclass(frozen=True)

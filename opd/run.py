@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import torch
 
 from opd import ranks
-from opd.batching import Row
+from opd.batching import make_batch
 from opd.checkpoint import Checkpoints, move_aside, read_state
 from opd.checks import check
 from opd.config import TrainConfig
@@ -23,9 +24,11 @@ from opd.objective import Objective
 from opd.observe import Observer
 from opd.parity import check_parity
 from opd.prompts import Prompts
-from opd.records import Credit, FullVocab, Mean, Reward, Rollout
+from opd.records import Batch, Credit, FullVocab, Mean, Reward, Rollout
 from opd.rewards import RewardStage
+from opd.rows import Row
 from opd.scoring import TeacherStage
+from opd.weighting import Facts, split_by_rows
 
 
 class Run:
@@ -43,21 +46,24 @@ class Run:
         )
         self.teachers = TeacherStage(config.teacher, self.terms, config.data.streams)
         self.terminated = False
+        self._started = ExitStack()  # closes what has been started, the newest first
 
     def prepare(self) -> None:
-        """Tokenizes the data and refuses what cannot work; no weights are read."""
+        """Tokenizes the data and refuses what cannot work, a damaged checkpoint too; no weights are read."""
         self.tokenizer = self.config.student.tokenizer()
         self.pad_id = self.tokenizer.pad_token_id
         self.stop_ids = self.config.student.stop_ids(self.tokenizer)
         check(self.config, self.tokenizer)
+        ends = {teacher.tokenizer().eos_token_id for teacher in self.teachers.teachers.values()} - {None}
+        self.all_stop_ids = tuple(sorted({*self.stop_ids, *ends}))
         self.prompts = Prompts(self.config.data, self.tokenizer, self.config.seed)
+        self.latest = None if self.config.resume == "never" else self.checkpoints.latest()
 
     def already_finished(self) -> bool:
         """Whether the run folder holds a finished run of at least as many steps."""
-        if self.config.resume == "never" or not (self.run_dir / "summary.json").exists():
+        if self.latest is None or not (self.run_dir / "summary.json").exists():
             return False
-        latest = self.checkpoints.latest()
-        return latest is not None and read_state(latest)["step"] >= self.config.steps
+        return read_state(self.latest)["step"] >= self.config.steps
 
     def load(self) -> None:
         """Loads weights and engines, and continues from the newest checkpoint, if there is one."""
@@ -66,24 +72,27 @@ class Run:
         if config.resume == "never":
             move_aside(self.run_dir)
         self.observer = Observer(self.run_dir, config.steps, list(config.logger.values()), self.resolved)
+        self._started.callback(self.observer.close)
         self._seed(config.seed)
         self.engine = Engine(config.student.load(), config.engine, config.student.dtype)
+        self._started.callback(self.rewards.close)
         self.rewards.start()
         self.teachers.start()
+        self._started.callback(self.teachers.close)
         self.vocab_size = self._shared_vocabulary()
         self.teacher_heads = self.teachers.heads(self.vocab_size)
         max_len = config.data.max_prompt_tokens + config.sampler.params.max_tokens
         self.sampler.start(config.student, self.tokenizer, self.stop_ids, max_len)
+        self._started.callback(self.sampler.close)
         self.evaluator = Evaluator(
             config.eval, self.prompts, self.rewards, self.teachers, self.engine,
             self.vocab_size, self.micro_batch_tokens, self.pad_id,
         )  # fmt: skip
         self.step = 0
-        latest = self.checkpoints.latest()
-        if latest is not None:
-            state = read_state(latest)
+        if self.latest is not None:
+            state = read_state(self.latest)
             self.step = state["step"]
-            self.engine.load(latest)
+            self.engine.load(self.latest)
             self.observer.restore(state)
         self.sampler.sync(self.engine.weights(), version=self.step)
 
@@ -101,8 +110,9 @@ class Run:
         return min(widths)
 
     def remaining_steps(self) -> Iterator[int]:
-        """Numbers of the steps still to do; ends early at `stop_after` or on SIGTERM."""
-        last = min(self.config.steps, self.config.stop_after or self.config.steps)
+        """Numbers of the steps still to do; ends early after `stop_after` of them, or on SIGTERM."""
+        stop_after = self.config.steps if self.config.stop_after is None else self.config.stop_after
+        last = min(self.config.steps, self.step + stop_after)
         while self.step < last:
             self.terminated = self.observer.asked_to_stop()
             if self.terminated:
@@ -134,6 +144,7 @@ class Run:
     def rows(
         self,
         rollouts: Sequence[Rollout],
+        rewards: Sequence[Reward],
         scores: Mapping[str, Sequence[FullVocab | None]],
         credits: Sequence[Credit],
     ) -> list[Row]:
@@ -151,9 +162,26 @@ class Run:
             for name, stream in self.config.data.streams.items()
         }
         return [
-            Row(rollout, credit, {name: given[i] for name, given in scores.items()}, of_stream[rollout.prompt.stream])
-            for i, (rollout, credit) in enumerate(zip(rollouts, credits, strict=True))
+            Row(
+                rollout,
+                rewards[i],
+                credits[i],
+                {name: given[i] for name, given in scores.items()},
+                of_stream[rollout.prompt.stream],
+            )
+            for i, rollout in enumerate(rollouts)
         ]
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """The rows as an update; preceded by a pass without gradients where a term needs what only that can tell."""
+        widths = self.teachers.widths()
+        facts: Facts = ()
+        if any(term.needs_facts for term in self.terms):
+            bare = make_batch(rows, [], widths, self.micro_batch_tokens, self.pad_id)
+            objective = replace(self.objective(self.step), terms=[], weights={})
+            found = [outcome.statistics for _, outcome in self.engine.measure(bare, objective, self.teacher_heads)]
+            facts = split_by_rows(rows, bare.order, found)
+        return make_batch(rows, self.terms, widths, self.micro_batch_tokens, self.pad_id, facts)
 
     def objective(self, step: int) -> Objective:
         """The terms with their weights at this step."""
@@ -164,6 +192,8 @@ class Run:
             vocab_size=self.vocab_size,
             temperature=self.sampler.params.temperature,
             chunk_tokens=self.config.engine.chunk_tokens,
+            progress=progress,
+            stop_ids=self.all_stop_ids,
         )
 
     def finish_step(
@@ -176,27 +206,31 @@ class Run:
         merged = ranks.merged({**rollout_metrics(rollouts), **self.rewards.metrics(), **groups, **weights, **update})
         self.observer.log_step(step, values(merged), int(merged["rollout/length"].sum))
         done = step >= self.config.steps
-        if step % self.config.eval.every == 0 or done:
+        saves = done or step % self.config.checkpoint.every == 0
+        compares = saves and (self.config.checkpoint.best_metric or "").startswith("eval/")
+        if done or compares or step % self.config.eval.every == 0:
             self.evaluate()
         if step % self.config.parity.every == 0:
             self.check_parity()
-        if step % self.config.checkpoint.every == 0 or done:
+        if saves:
             self.save()
 
     def evaluate(self) -> None:
         """Held-out metrics of the current weights, logged under the current step; once, the teacher's accuracy too."""
+        if not self.evaluator.has_problems:
+            return
         with self.stage("eval"):
-            metrics, rollouts = self.evaluator.student(self.sampler)
+            metrics, judged = self.evaluator.student(self.sampler)
             if self.config.eval.teacher and self.rewards.terms and "teacher" not in self.observer.evals:
                 self.observer.evals["teacher"] = self.evaluator.teacher_accuracy(self.sampler.params)
-            rewards = self.rewards.score(rollouts) if rollouts else []
-        self.observer.log_eval(self.step, values(metrics), list(zip(rollouts, rewards, strict=True)))
+        self.observer.log_eval(self.step, values(metrics), judged)
 
     def check_parity(self) -> None:
         """Stops the run when the sampler does not hold the trainer's weights."""
         prompts = ranks.share(check_prompts(self.prompts, self.config.parity.prompts))
-        rollouts = self.sampler.sample(prompts, self.sampler.params, seed=0)
-        temperature = self.sampler.params.temperature
+        params = replace(self.sampler.params, top_p=1.0, top_k=0, min_p=0.0)  # the trainer knows the full softmax
+        rollouts = self.sampler.sample(prompts, params, seed=0)
+        temperature = params.temperature
         outcomes = self.evaluator.measure(rollouts, {}, temperature)
         check_parity(logp_gaps(outcomes), self.config.parity.limit)
 
@@ -205,13 +239,10 @@ class Run:
         with self.stage("checkpoint"):
             self.checkpoints.save(
                 self.step,
-                self.observer.state(),
+                self.observer.state(self.step),
                 lambda folder: self.engine.save(folder, self.config.student, self.tokenizer),
             )
 
     def close(self) -> None:
         """Releases engines, workers and displays."""
-        self.observer.close()
-        self.rewards.close()
-        self.sampler.close()
-        self.teachers.close()
+        self._started.close()

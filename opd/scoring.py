@@ -15,13 +15,14 @@ class TeacherStage:
     """Every teacher scores the rows of those streams that have a term under it."""
 
     def __init__(self, teachers: Mapping[str, Teacher], terms: Sequence[Term], streams: Mapping[str, Stream]) -> None:
-        self.teachers = {name: teachers[name] for name in dict.fromkeys(term.teacher for term in terms) if name}
+        asked = dict.fromkeys(name for term in terms for name in term.teachers)
+        self.teachers = {name: teachers[name] for name in asked if name in teachers}
         self.streams_of = {
             teacher: {
                 stream
                 for stream, spec in streams.items()
                 for term in terms
-                if term.teacher == teacher and (spec.terms is None or term.name in spec.terms)
+                if teacher in term.teachers and (spec.terms is None or term.name in spec.terms)
             }
             for teacher in self.teachers
         }

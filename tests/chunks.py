@@ -7,21 +7,19 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from opd.records import MicroBatch, TeacherPayload, TokenChunk, TokenFields
+from opd.records import Distribution, MicroBatch, TeacherPayload, TokenChunk, TokenFields
 
 
 def chunk_of(p: list[float], q: list[float] | None = None, token: int = 0, advantage: float = 0.0) -> TokenChunk:
     """One token under student p and teacher q, in fp64."""
     student = torch.tensor([p], dtype=torch.float64).log()
     return TokenChunk(
-        student_logp=student,
-        student_p=student.exp(),
+        student=Distribution(student),
         token_logp=student[:, token],
         token_ids=torch.tensor([token]),
         sampler_logp=student[:, token].clone(),
         advantages=torch.tensor([advantage], dtype=torch.float64),
-        teacher_logp=None if q is None else torch.tensor([q], dtype=torch.float64).log(),
-        teacher_p=None if q is None else torch.tensor([q], dtype=torch.float64),
+        teacher=None if q is None else Distribution(torch.tensor([q], dtype=torch.float64).log()),
     )
 
 
@@ -48,6 +46,7 @@ def micro_batch(
             token_ids,
             zeros if sampler_logp is None else sampler_logp,
             zeros if advantages is None else advantages,
+            zeros,
         ),
         term_weights=dict(weights),
         teachers={name: TeacherPayload(hidden, present) for name, hidden in (teachers or {}).items()},

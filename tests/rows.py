@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from opd.batching import Row, make_batch
+from opd.batching import make_batch, trains
 from opd.engine import Engine, EngineConfig, _Trainee, init_distributed
 from opd.losses import JSD, Formula, ForwardKL, PPOClip, ReverseKL
 from opd.metrics import outcome_metrics
 from opd.objective import Objective, Outcome
-from opd.records import Batch, Credit, Example, FullVocab, Mean, Prompt, Rollout, TokenChunk
+from opd.records import Batch, Credit, Example, FullVocab, Mean, Prompt, Reward, Rollout, TokenChunk
+from opd.rows import Row
 from opd.students import HFStudent
 from opd.teachers import LocalTeacher
 from opd.terms import Term
@@ -61,7 +62,7 @@ def row(
     terms: Sequence[str] = tuple(TERMS), teachers: Sequence[str] = ("main",),
 ) -> Row:  # fmt: skip
     """A rollout with what is known of it."""
-    return Row(sample, Credit(advantage), dict.fromkeys(teachers, scores), frozenset(terms))
+    return Row(sample, Reward(None), Credit(advantage), dict.fromkeys(teachers, scores), frozenset(terms))
 
 
 def masked(original: Row) -> Row:
@@ -102,7 +103,7 @@ def plain_losses(model: nn.Module, teacher: nn.Module, rows: Sequence[Row], term
     """Every term's mean over all rows, each row alone through the model: no padding, no batch, no split."""
     losses = {}
     for term in terms:
-        taken = [r for r in rows if r.trains(term) and r.trainable]
+        taken = [r for r in rows if trains(r, term) and r.trainable]
         values = []
         for original in taken:
             with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from opd.batching import Row, global_counts, make_batch
+from opd.batching import make_batch
 from opd.losses import Formula
 from opd.objective import Objective
 from opd.padding import split_by_tokens
@@ -125,8 +125,8 @@ def test_a_row_leaves_only_the_terms_whose_signal_it_lacks(setting: Setting) -> 
     """Answers of 5, 3, 1, 8, 4 tokens; row 2 is in `kl` alone, row 3 has no reward, row 4 no teacher score:
     kl 5 + 3 + 1 + 8 = 17 tokens, forward and jsd 16, pg 5 + 3 + 4 = 12.
     """
-    assert global_counts(setting.rows, list(TERMS.values())) == {"kl": 17.0, "forward": 16.0, "jsd": 16.0, "pg": 12.0}
     batch = setting.batch(budget=1)
+    assert batch.term_counts == {"kl": 17.0, "forward": 16.0, "jsd": 16.0, "pg": 12.0}
     by_tokens = {len(micro.tokens.token_ids): micro for micro in batch.micro_batches}
     assert by_tokens[8].term_weights["pg"].tolist() == [0.0] * 8
     assert by_tokens[8].term_weights["kl"].tolist() == pytest.approx([1 / 17] * 8)

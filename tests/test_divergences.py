@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opd.losses import JSD, AdaptiveKL, AnalyticLoss, ForwardKL, ReverseKL, SkewForwardKL, SkewReverseKL, TotalVariation
-from opd.records import TokenChunk
+from opd.records import Distribution, TokenChunk
 from tests.chunks import chunk_of, logit_grad
 
 P, Q = [0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1]
@@ -141,7 +141,7 @@ def test_extreme_logits_stay_finite() -> None:
     teacher = torch.log_softmax(torch.tensor([[-1e4, 1e4, 0.0]]), -1).clamp(min=-1e4)
     first = student[:, 0]
     chunk = TokenChunk(
-        student, student.exp(), first, torch.tensor([0]), first, torch.zeros(1), teacher, teacher.exp()
+        Distribution(student), first, torch.tensor([0]), first, torch.zeros(1), Distribution(teacher)
     )
     for loss in LOSSES:
         value, grad = loss.value_and_grad(chunk)

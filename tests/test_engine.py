@@ -14,10 +14,10 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
-from opd.batching import Row
 from opd.engine import EngineConfig
 from opd.losses import Formula
 from opd.records import TokenChunk
+from opd.rows import Row
 from opd.students import HFStudent
 from opd.terms import Term
 from tests.rows import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opd.losses import CrossEntropy, ReverseKL, SampledKL, SampledReverseKL
-from opd.records import TokenChunk
+from opd.records import Distribution, TokenChunk
 from tests.chunks import chunk_of
 
 P, Q = [0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1]
@@ -27,7 +27,7 @@ def sampled(token: int, p: list[float] = P, mu: list[float] | None = None) -> tu
     logp = torch.log_softmax(z, -1)
     chunk = replace(
         chunk_of(p, Q, token=token),
-        student_logp=logp, student_p=logp.exp(), token_logp=logp[:, token],
+        student=Distribution(logp), token_logp=logp[:, token],
         sampler_logp=torch.tensor([log((mu or p)[token])], dtype=torch.float64),
         teacher_token_logp=torch.tensor([log(Q[token])], dtype=torch.float64),
     )  # fmt: skip

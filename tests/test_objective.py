@@ -12,7 +12,7 @@ from opd import objective as module
 from opd.heads import Head
 from opd.losses import JSD, Formula, ForwardKL, PPOClip, ReverseKL
 from opd.objective import Objective, streamed_loss
-from opd.records import MicroBatch, TokenChunk
+from opd.records import Distribution, MicroBatch, TokenChunk
 from opd.terms import Term
 from tests.chunks import micro_batch
 
@@ -70,8 +70,9 @@ class Problem:
         logp = torch.log_softmax(z, -1)
         token_logp = torch.log_softmax(z / temperature, -1).gather(-1, fields.token_ids[:, None])[:, 0]
         chunk = TokenChunk(
-            logp, logp.exp(), token_logp, fields.token_ids, fields.sampler_logp.double(), fields.advantages.double(), q, q.exp()
-        )
+            Distribution(logp), token_logp, fields.token_ids, fields.sampler_logp.double(), fields.advantages.double(),
+            Distribution(q),
+        )  # fmt: skip
         formulas = {
             ReverseKL: plain_reverse_kl,
             ForwardKL: lambda c: (c.teacher_logp.exp() * (c.teacher_logp - c.student_logp)).sum(-1),

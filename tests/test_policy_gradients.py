@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from opd.losses import BPO, CISPO, GSPO, MIS, SAPO, TIS, PPOClip, SequenceMask, TeacherModulated, TokenMask
-from opd.records import TokenChunk
+from opd.records import Distribution, TokenChunk
 
 
 def tokens(ratios: list[float], advantages: list[float]) -> TokenChunk:
     """Tokens with sampler probability 0.1 and student probability 0.1 * ratio."""
     sampler = torch.full((len(ratios),), log(0.1), dtype=torch.float64)
     token_logp = (sampler + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    empty = torch.empty(len(ratios), 0)
+    nobody = Distribution(torch.empty(len(ratios), 0))
     token_ids = torch.zeros(len(ratios), dtype=torch.long)
-    return TokenChunk(empty, empty, token_logp, token_ids, sampler, torch.tensor(advantages, dtype=torch.float64))
+    return TokenChunk(nobody, token_logp, token_ids, sampler, torch.tensor(advantages, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from opd.batching import Row, make_batch
+from opd.batching import make_batch
 from opd.parity import check_parity
 from opd.prompts import Encoder
-from opd.records import Credit, Example, Prompt, Rollout
+from opd.records import Credit, Example, Prompt, Reward, Rollout
+from opd.rows import Row
 from opd.students import HFSampler, HFStudent, Sampler, SamplingParams, VLLMSampler
 from opd.students.sampler import WeightNames
 from opd.weight_sync import named_weights
@@ -276,7 +277,7 @@ def test_sampled_ids_are_the_trained_ids(tiny: Tiny, sampler: HFSampler | VLLMSa
     rollout = sampler.sample(prompts_of(tiny, samples=16), SAMPLED, seed=8)[place]
     assert rollout.token_ids == drawn[place].token_ids
     assert sampler.tokenizer(rollout.text)["input_ids"][0] == 46
-    row = Row(rollout, Credit(None), {}, frozenset())
+    row = Row(rollout, Reward(None), Credit(None), {}, frozenset())
     micro = make_batch([row], [], {}, 1000, pad_id=0).micro_batches[0]
     assert micro.input_ids[0].tolist() == rollout.prompt.token_ids + rollout.token_ids
     assert micro.tokens.token_ids.tolist() == rollout.token_ids

@@ -29,6 +29,7 @@ from opd.losses import (
     TruncatedReverseKL,
     Veto,
 )
+from opd.records import Distribution
 from opd.schedules import Linear
 from tests.chunks import chunk_of, logit_grad
 
@@ -183,12 +184,13 @@ def test_temperature_of_the_divergence(loss: AnalyticLoss, temperature: float) -
 )
 def test_geometric_target(lam: float, target: list[float]) -> None:
     """q^lam r^(1 - lam) of q = (.5, .3, .2), r = (.2, .3, .5)."""
-    chunk = replace(chunk_of(P[:3], [0.5, 0.3, 0.2]), reference_logp=torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64).log())
+    chunk = replace(chunk_of(P[:3], [0.5, 0.3, 0.2]), reference=Distribution(torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64).log()))
     assert Geometric(lam).logp(chunk).exp()[0].tolist() == pytest.approx(target, abs=1e-4)
     loss = Toward(ReverseKL(), Geometric(lam))
     assert "reference" in loss.needs
-    assert loss(chunk).item() == pytest.approx(ReverseKL()(replace(
-        chunk, teacher_logp=torch.tensor([target], dtype=torch.float64).log(), teacher_p=torch.tensor([target], dtype=torch.float64))).item(), abs=1e-3)  # fmt: skip
+    assert loss(chunk).item() == pytest.approx(ReverseKL()(
+        replace(chunk, teacher=Distribution(torch.tensor([target], dtype=torch.float64).log()))
+    ).item(), abs=1e-3)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_topk_and_tail_approach_the_full_divergence() -> None:
 def _finite(loss: Callable[..., tuple[Tensor, Tensor]]) -> bool:
     student = torch.log_softmax(torch.tensor([[1e4, 0.0, -1e4, 3.0]]), -1)
     teacher = torch.log_softmax(torch.tensor([[-1e4, 1e4, 0.0, 3.0]]), -1).clamp(min=-1e4)
-    chunk = replace(chunk_of(P, Q), student_logp=student, student_p=student.exp(), teacher_logp=teacher, teacher_p=teacher.exp())
+    chunk = replace(chunk_of(P, Q), student=Distribution(student), teacher=Distribution(teacher))
     return all(bool(torch.isfinite(t).all()) for t in loss(replace(chunk, stop_ids=(1, 2))))
 
 

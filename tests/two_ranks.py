@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from opd import ranks
-from opd.batching import Row
 from opd.engine import Engine, init_distributed
 from opd.losses import Formula
 from opd.objective import Objective
 from opd.records import Mean, TokenChunk
+from opd.rows import Row
 from opd.students import HFStudent
 from opd.terms import Term
 from tests.rows import CONSTANT_WEIGHTS, TERMS, Setting, constant_terms, engine, masked, weights_of
