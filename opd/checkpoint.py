@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -49,50 +50,95 @@ class Checkpoints:
 
         Everything is written under a temporary name and renamed last, so an interrupted save leaves no checkpoint and
         the previous one stays.
+
+        Raises:
+            OSError: it could not be written; what was written of it is removed.
         """
         final, aside = self.folder / _name(step), self.folder / f".writing-{_name(step)}"
-        if ranks.rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        ranks.barrier()
-        write(aside)
-        ranks.barrier()
-        if ranks.rank() == 0:
-            (aside / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
-            _flush(aside)
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(aside, final)
-            _flush_folder(self.folder)
-            self._prune()
+        lead = ranks.rank() == 0
+        try:
+            if lead:
+                self._discard_leftovers()
+                aside.mkdir(parents=True)
+            ranks.barrier()
+            write(aside)
+            ranks.barrier()
+            if lead:
+                (aside / STATE).write_text(json.dumps({"step": step, **state, "files": _sizes(aside)}, indent=1))
+                _flush(aside)
+                if final.exists():
+                    _remove(final)
+                os.replace(aside, final)
+                _flush(self.folder, below=False)
+                self._prune()
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            free = shutil.disk_usage(self.folder.parent).free / 2**20
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self.folder} ({free:,.0f} MiB free there): "
+                f"{error}; the one before it is intact, and the same command goes on from it"
+            ) from error
+        finally:
+            if lead:
+                shutil.rmtree(aside, ignore_errors=True)
         ranks.barrier()
         return final
 
-    def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(path.parent for path in self.folder.glob(f"step_*/{STATE}"))
+    def present(self) -> list[Path]:
+        """Checkpoint folders, oldest first. They bear their final names, so only damage can leave one incomplete."""
+        return sorted(self.folder.glob("step_*"))
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return (self.complete() or [None])[-1]
+        """The newest checkpoint.
+
+        Raises:
+            ValueError: a file of it is missing or cut short; names the file.
+        """
+        return _verified(self.present()[-1]) if self.present() else None
 
     def best(self) -> Path | None:
-        """The best by `best_metric` among those kept; the newest of equals."""
+        """The best by `best_metric` among those kept; the newest of equals. Raises as `latest` does."""
         metric = self.config.best_metric
-        scored = [(read_state(path)["metrics"].get(metric), path) for path in self.complete()] if metric else []
+        scored = [(read_state(path)["metrics"].get(metric), path) for path in self.present()] if metric else []
         sign = 1.0 if self.config.best_mode == "max" else -1.0
-        known = [(sign * value, path) for value, path in scored if value is not None]
-        return max(known)[1] if known else None
+        known = [(sign * value, path) for value, path in scored if value is not None and math.isfinite(value)]
+        return _verified(max(known)[1]) if known else None
 
     def _prune(self) -> None:
-        keep = {*self.complete()[-self.config.keep :], self.best()}
-        for path in self.complete():
+        keep = {*self.present()[-self.config.keep :], self.best()}
+        for path in self.present():
             if path not in keep:
-                shutil.rmtree(path)
+                _remove(path)
+
+    def _discard_leftovers(self) -> None:
+        """Removes what a killed process left half written or half removed."""
+        for path in [*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")]:
+            shutil.rmtree(path)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save` was given as state, and the step."""
-    return json.loads((checkpoint / STATE).read_text())
+    """What `save` was given as state, the step, and the sizes of all files. Raises ValueError where it is missing."""
+    try:
+        return json.loads((checkpoint / STATE).read_text())
+    except FileNotFoundError as error:
+        raise ValueError(_damage(checkpoint / STATE, "missing")) from error
+
+
+def _verified(checkpoint: Path) -> Path:
+    """The checkpoint, once every file that it was saved with has been found at its full size."""
+    for name, size in read_state(checkpoint)["files"].items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise ValueError(_damage(file, "missing"))
+        if file.stat().st_size != size:
+            raise ValueError(_damage(file, f"{file.stat().st_size} bytes long where {size} were written"))
+    return checkpoint
+
+
+def _damage(file: Path, what: str) -> str:
+    return (
+        f"{file}: {what}, so this checkpoint cannot be used; put the file back, remove the checkpoint's folder "
+        "to go on from the one before it, or set resume=never to start anew"
+    )
 
 
 def move_aside(run_dir: Path) -> None:
@@ -107,16 +153,22 @@ def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _flush(folder: Path) -> None:
-    """Forces every file below the folder to disk, so that the rename cannot overtake the contents."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+def _sizes(folder: Path) -> dict[str, int]:
+    """Relative path -> bytes of every file below the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def _remove(checkpoint: Path) -> None:
+    """Renames before removing, so that a kill leaves no half checkpoint under a good name."""
+    doomed = checkpoint.with_name(f".removing-{checkpoint.name}")
+    os.replace(checkpoint, doomed)
+    shutil.rmtree(doomed)
+
+
+def _flush(folder: Path, below: bool = True) -> None:
+    """Forces the folder, and all below it, to disk, so that a rename cannot overtake the contents."""
+    for path in [*(folder.rglob("*") if below else ()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

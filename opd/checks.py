@@ -2,19 +2,85 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
 
-from transformers import PreTrainedTokenizerBase
+from peft import LoraConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from opd.config import ConfigError, TrainConfig
+from opd.config import ConfigError, TrainConfig, nearest
+from opd.losses import Need
 from opd.losses.protocol import declared_needs
+from opd.students import HFStudent
+from opd.teachers import LocalTeacher, Teacher
 from opd.terms import Term
+
+HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
+EVALS = {"eval/accuracy", "eval/kl", "eval/length", "eval/truncated"}
+METRIC_FAMILIES = {
+    "grad_norm", "loss", "lr", "mismatch", "reward", "rollout", "student", "teacher", "time", "update", "weight",
+}  # fmt: skip
+
+
+def check_models(config: TrainConfig) -> None:
+    """Raises ConfigError for every model whose folder or hub name cannot give a tokenizer, a config and weights."""
+    owners: dict[str, HFStudent | Teacher] = {"student": config.student}
+    used = {name for term in config.loss.values() for name in term.teachers}
+    owners |= {f"teacher.{name}": teacher for name, teacher in config.teacher.items() if name in used}
+    problems = [problem for key, owner in owners.items() for problem in _unreadable(key, owner, config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def notes(config: TrainConfig) -> list[str]:
+    """What is odd, but may be meant."""
+    used = {name for term in config.loss.values() for name in term.teachers}
+    return [f"teacher.{name}: no loss term uses it, so it is not loaded" for name in config.teacher if name not in used]
+
+
+def _unreadable(key: str, owner: HFStudent | Teacher, config: TrainConfig) -> Iterator[str]:
+    named = isinstance(owner, HFStudent | LocalTeacher)
+    where = f"{key}.model={owner.model}" if named else key
+    way_out = "give a folder with config.json, tokenizer and weights, or the name of a model on the Hugging Face hub"
+    if named and owner.model.startswith(("/", ".", "~")) and not Path(owner.model).is_dir():
+        yield f"{where}: no such folder; {way_out}"
+        return
+    try:
+        tokenizer = owner.tokenizer()
+        if not named:
+            return
+        model = AutoConfig.from_pretrained(owner.model, trust_remote_code=owner.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        yield reason if reason.startswith(f"{key}.") else f"{where}: cannot be read ({reason}); {way_out}"
+        return
+    yield from (f"{where}: {lack}; {way_out}" for lack in _lacking(Path(owner.model), tokenizer))
+    positions = getattr(model.get_text_config(), "max_position_embeddings", None)
+    length = config.data.max_prompt_tokens + config.sampler.params.max_tokens
+    if positions is not None and length > positions:
+        yield (
+            f"{where}: holds at most {positions} tokens; data.max_prompt_tokens + sampler.params.max_tokens = "
+            f"{length}: lower one of them"
+        )
+
+
+def _lacking(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """What a local folder lacks; of a tokenizer without files transformers makes an empty one."""
+    if not folder.is_dir():
+        return
+    if not any((folder / name).is_file() for name in tokenizer.vocab_files_names.values()):
+        yield "the folder has no tokenizer"
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        yield "the folder has no weights"
 
 
 def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError with every refusal found, one per line."""
     rules: list[Callable[[TrainConfig], Iterator[str]]] = [
-        _terms_exist, _teachers_exist, _needs_are_met, _credit_fits, _sampling_fits, _evaluation_fits,
+        _terms_exist, _teachers_exist, _needs_are_known, _needs_are_met, _credit_fits, _sampling_fits, _evaluation_fits,
+        _adapter_fits, _sizes_fit,
     ]  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems = problems or list(_vocabularies_match(config, tokenizer))
@@ -28,19 +94,33 @@ def _terms_exist(config: TrainConfig) -> Iterator[str]:
     for name, stream in config.data.streams.items():
         for term in stream.terms or []:
             if term not in config.loss:
-                yield f"data.streams.{name}.terms: no loss term {term!r}; there are {', '.join(config.loss)}"
+                yield f"data.streams.{name}.terms: no loss term {term!r}{nearest(term, set(config.loss), 'terms')}"
+        if stream.terms == []:
+            yield f"data.streams.{name}.terms: empty, so it would train nothing; drop the stream: ~data.streams.{name}"
+    for term in config.loss:
+        if all(stream.terms is not None and term not in stream.terms for stream in config.data.streams.values()):
+            yield f"loss.{term}: no stream trains on it; add it to a stream's terms, or drop it: ~loss.{term}"
 
 
 def _teachers_exist(config: TrainConfig) -> Iterator[str]:
     for name, term in config.loss.items():
-        if term.teacher is not None and term.teacher not in config.teacher:
-            there = ", ".join(config.teacher) or "none"
-            yield (
-                f"loss.{name}.teacher: no teacher {term.teacher!r} (there: {there}); "
-                f"add one with +teacher@teacher.{term.teacher}=local teacher.{term.teacher}.model=..."
-            )
+        for key, teacher in (("teacher", term.teacher), ("reference", term.reference)):
+            if teacher is not None and teacher not in config.teacher:
+                there = nearest(teacher, set(config.teacher), "teachers") if config.teacher else "; there is none"
+                yield (
+                    f"loss.{name}.{key}: no teacher {teacher!r}{there}; "
+                    f"add one with +teacher@teacher.{teacher}=local teacher.{teacher}.model=..."
+                )
         if term.teacher is None and "full_vocab" in term.loss.needs:
             yield f"loss.{name}.teacher: missing; {_kind(term)} needs full_vocab scores: name one of your teachers"
+
+
+def _needs_are_known(config: TrainConfig) -> Iterator[str]:
+    known = set(get_args(Need))
+    for name, term in config.loss.items():
+        for need in sorted(set(term.loss.needs) - known):
+            hint = nearest(need, known, "needs")
+            yield f"loss.{name} ({_kind(term)}): its `needs` names {need!r}, which nothing provides{hint}"
 
 
 def _needs_are_met(config: TrainConfig) -> Iterator[str]:
@@ -50,7 +130,8 @@ def _needs_are_met(config: TrainConfig) -> Iterator[str]:
         if teacher is not None and not wanted <= teacher.provides:
             yield (
                 f"loss.{name} ({_kind(term)}) needs {', '.join(sorted(wanted))} scores; teacher.{term.teacher} "
-                f"({type(teacher).__name__}) provides {', '.join(sorted(teacher.provides))}: use another loss or teacher"
+                f"({type(teacher).__name__}) provides {', '.join(sorted(teacher.provides))}: "
+                "use another loss or teacher"
             )
 
 
@@ -59,16 +140,17 @@ def _credit_fits(config: TrainConfig) -> Iterator[str]:
         if not term.needs_advantage:
             continue
         if not config.reward:
-            yield f"loss.{name} ({_kind(term)}) needs rewards, and there are none: add e.g. +reward@reward.correct=exact"
+            yield f"loss.{name} ({_kind(term)}) needs rewards, and there is none: add e.g. +reward@reward.correct=exact"
         if type(config.credit).__name__ == "NoCredit":
             yield f"loss.{name} ({_kind(term)}) needs advantages, and credit=none gives none: use e.g. credit=grpo"
         for stream_name, stream in config.data.streams.items():
             applies = stream.terms is None or name in stream.terms
             if applies and stream.samples < config.credit.min_group:
                 yield (
-                    f"data.streams.{stream_name}.samples={stream.samples}: loss.{name} with {type(config.credit).__name__} "
-                    f"compares samples of one prompt and needs at least {config.credit.min_group}; raise samples, or keep "
-                    f"the term out of this stream by data.streams.{stream_name}.terms"
+                    f"data.streams.{stream_name}.samples={stream.samples}: loss.{name} with "
+                    f"{type(config.credit).__name__} compares samples of one prompt and needs at least "
+                    f"{config.credit.min_group}; raise samples, or keep the term out of this stream by "
+                    f"data.streams.{stream_name}.terms"
                 )
 
 
@@ -87,9 +169,53 @@ def _sampling_fits(config: TrainConfig) -> Iterator[str]:
 
 def _evaluation_fits(config: TrainConfig) -> Iterator[str]:
     metric = config.checkpoint.best_metric
-    known = {"eval/accuracy": bool(config.reward), "eval/kl": bool(config.teacher)}
-    if metric in known and not (known[metric] and config.data.heldout is not None):
-        yield f"checkpoint.best_metric={metric}: never measured; it needs data.heldout and {'a reward' if metric == 'eval/accuracy' else 'a teacher'}"
+    if metric is None:
+        return
+    lacks = {
+        "data.heldout": config.data.heldout is None,
+        "eval.problems above 0": config.eval.problems == 0,
+        "a reward": metric == "eval/accuracy" and not config.reward,
+        "a teacher": metric == "eval/kl" and not any(term.teachers for term in config.loss.values()),
+    }
+    lacking = [what for what, is_lacking in lacks.items() if is_lacking]
+    if metric.startswith("eval/") and lacking:
+        without = " and ".join(lacking)
+        yield f"checkpoint.best_metric={metric}: never measured without {without}; add it, or set best_metric=null"
+    family = metric.partition("/")[0]
+    known = EVALS if family == "eval" else EVALS | METRIC_FAMILIES
+    if family not in METRIC_FAMILIES and metric not in EVALS and not (family == "eval" and metric.count("/") > 1):
+        yield f"checkpoint.best_metric={metric}: no metric is called so{nearest(metric, known, 'metrics')}"
+
+
+def _adapter_fits(config: TrainConfig) -> Iterator[str]:
+    lora = config.student.lora
+    if not isinstance(lora, LoraConfig):
+        return
+    targets = lora.target_modules or []
+    named = [name for name in HEAD_NAMES if name in (lora.modules_to_save or [])]
+    if isinstance(targets, str):
+        named += [name for name in HEAD_NAMES if re.fullmatch(targets, name)]
+    else:
+        named += [name for name in HEAD_NAMES if name in targets]
+    if named:
+        yield (
+            f"student.lora: {', '.join(named)} is the head, and the streamed objective needs it as a plain linear "
+            "layer: leave it out of target_modules and modules_to_save (all-linear leaves it out)"
+        )
+    if lora.use_dora:
+        yield "student.lora.use_dora: DoRA cannot be merged exactly into the sampler's weights; set use_dora=false"
+
+
+def _sizes_fit(config: TrainConfig) -> Iterator[str]:
+    at_least_one = {
+        "engine.micro_batch_tokens": config.engine.micro_batch_tokens,
+        "engine.chunk_tokens": config.engine.chunk_tokens,
+        "eval.max_tokens": config.eval.max_tokens,
+        **{f"loss.{name}.constant_tokens": term.constant_tokens for name, term in config.loss.items()},
+    }
+    yield from (f"{k}={n}: must be at least 1" for k, n in at_least_one.items() if n is not None and n < 1)
+    not_negative = {"engine.max_grad_norm": config.engine.max_grad_norm, "eval.temperature": config.eval.temperature}
+    yield from (f"{key}={number}: must not be negative" for key, number in not_negative.items() if number < 0)
 
 
 def _vocabularies_match(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -103,8 +229,8 @@ def _vocabularies_match(config: TrainConfig, tokenizer: PreTrainedTokenizerBase)
             index = differing[0] if differing else min(mine.keys() ^ theirs.keys())
             yield (
                 f"teacher.{name}: its vocabulary is not the student's ({len(differing)} ids differ; id {index} is "
-                f"{mine.get(index)!r} for the student and {theirs.get(index)!r} for the teacher): full_vocab losses need one "
-                "vocabulary; use a teacher with the student's tokenizer"
+                f"{mine.get(index)!r} for the student and {theirs.get(index)!r} for the teacher): full_vocab losses "
+                "need one vocabulary; use a teacher with the student's tokenizer"
             )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from opd import ranks
-from opd.hints import explain_override
+from opd.exits import DONE, REFUSED, refuse
+from opd.hints import explain_override, search_path
 from opd.quiet import quiet_libraries
 from opd.resolvers import register
-
-DONE, FAILED, REFUSED, TERMINATED = 0, 1, 2, 143
 
 USAGE = """usage: opd COMMAND ...
 
@@ -50,36 +47,28 @@ def main() -> None:
     sys.exit(commands[arguments[0]](arguments[1:]))
 
 
-def refuse(message: str) -> int:
-    """Prints why the configuration cannot run, once; the exit code."""
-    if ranks.rank() == 0:
-        print(f"opd: refused\n{message}", file=sys.stderr)
-    return REFUSED
-
-
-def fail(error: Exception) -> int:
-    """Prints where and why a run failed, the reason last; the exit code."""
-    traceback.print_exception(error)
-    print(f"opd: failed on rank {ranks.rank()}: {error}", file=sys.stderr)
-    return FAILED
-
-
 def _composed(command: str, argv: list[str]) -> int:
     """Lets Hydra compose the configuration, then runs the command on it."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving with 1
-    sys.argv = [f"opd {command}", *argv]
+    overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
+    flags = [argument for argument in argv if argument not in overrides]
+    sys.argv = [f"opd {command}", *overrides, *flags]  # Hydra's parser takes no override after `-m`
     result = DONE
 
     def task(cfg: DictConfig) -> None:
         nonlocal result
         multirun = HydraConfig.get().mode == RunMode.MULTIRUN
-        result = max(result, _sweep_job(command) if multirun else _on_config(command, cfg))
+        result = max(result, _sweep_job(command, argv) if multirun else _on_config(command, cfg))
 
     try:
         hydra.main(version_base="1.3", config_path="pkg://opd.conf", config_name="train")(task)()
     except (HydraException, OmegaConfBaseException) as error:
         return refuse(explain_override(error, argv))
+    except ValueError as error:
+        if not str(error).startswith("Config group override"):
+            raise
+        return refuse(f"{error}; a group takes the name of an option, such as none")
     return result
 
 
@@ -90,12 +79,11 @@ def _on_config(command: str, cfg: DictConfig) -> int:
     return action(cfg)
 
 
-def _sweep_job(command: str) -> int:
+def _sweep_job(command: str, argv: list[str]) -> int:
     """One job of a sweep, in a process of its own: engines do not share memory, and a crash stays alone."""
     settings = HydraConfig.get()
-    extra = [override for override in settings.overrides.hydra if override.startswith("hydra.searchpath")]
-    folder = settings.runtime.output_dir
-    arguments = [*settings.overrides.task, *extra, f"run_dir='{folder}'"]
+    task = [override for override in settings.overrides.task if not override.startswith("run_dir=")]
+    arguments = [*task, *search_path(argv), f"run_dir='{settings.runtime.output_dir}'"]
     return subprocess.run([sys.executable, "-m", "opd", command, *arguments], check=False).returncode
 
 
@@ -106,7 +94,7 @@ def _settings(argv: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _eval(argv: list[str]) -> int:
-    folders, _ = _settings(argv)
+    folders = [argument for argument in argv if "=" not in argument and argument[0] not in "-~"]
     if not folders:
         return _composed("eval", argv)
     saved = Path(folders[0]) / "config.yaml"
@@ -120,14 +108,17 @@ def _eval(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    from opd.export import export_run
-
     folders, pairs = _settings(argv)
-    unknown = set(pairs) - {"out", "which", "adapter"}
-    if len(folders) != 1 or "out" not in pairs or unknown:
-        return refuse("usage: opd export RUN out=DIR [which=latest|best] [adapter=true]")
+    choices = {"which": ("latest", "best"), "adapter": ("false", "true")}
+    valid = all(key == "out" or value in choices.get(key, ()) for key, value in pairs.items())
+    if len(folders) != 1 or not pairs.get("out") or not valid:
+        return refuse("usage: opd export RUN out=DIR [which=latest|best] [adapter=true|false]")
+    from opd.export import export_run  # torch and transformers load here
+
     try:
-        out = export_run(Path(folders[0]), Path(pairs["out"]), pairs.get("which", "latest"), pairs.get("adapter") == "true")
+        out = export_run(
+            Path(folders[0]), Path(pairs["out"]), pairs.get("which", "latest"), pairs.get("adapter") == "true"
+        )
     except ValueError as error:
         return refuse(str(error))
     print(f"exported to {out}")
@@ -135,12 +126,12 @@ def _export(argv: list[str]) -> int:
 
 
 def _report(argv: list[str]) -> int:
+    if not argv or any(argument.startswith("-") for argument in argv):
+        return refuse("usage: opd report RUN [OTHER ...]")
     from rich.console import Console
 
     from opd.report import load_run, summary_table, write_report
 
-    if not argv:
-        return refuse("usage: opd report RUN [OTHER ...]")
     runs = [Path(argument) for argument in argv]
     try:
         written = write_report(runs[0], runs[1:])

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from opd import ranks
-from opd.cli import DONE, TERMINATED, fail, refuse
+from opd.checks import check_models, notes
 from opd.config import load_config
+from opd.exits import DONE, TERMINATED, fail, refuse
 from opd.loop import train
 from opd.plan import plan_table
 from opd.run import Run
 
 
-def _prepared(cfg: DictConfig) -> Run:
-    run = Run(load_config(cfg), OmegaConf.to_yaml(cfg, resolve=True))
+def prepared(cfg: DictConfig) -> Run:
+    """The run that a composed configuration describes, checked; no weights are read.
+
+    Raises:
+        ValueError: why it cannot work.
+    """
+    config = load_config(cfg)
+    check_models(config)
+    run = Run(config, OmegaConf.to_yaml(cfg, resolve=True))
     run.prepare()
+    if ranks.rank() == 0:
+        for note in notes(config):
+            print(f"opd: note: {note}", file=sys.stderr)
     return run
 
 
 def train_config(cfg: DictConfig) -> int:
     """Trains what remains of the run."""
     try:
-        run = _prepared(cfg)
+        run = prepared(cfg)
     except ValueError as error:
         return refuse(str(error))
     if run.already_finished():
-        print(f"{run.run_dir}: all {run.config.steps} steps are done; raise steps to go on, or start anew by resume=never")
+        way_on = "raise steps to go on, or start anew by resume=never"
+        print(f"{run.run_dir}: all {run.config.steps} steps are done; {way_on}")
         return DONE
     try:
         run.load()
@@ -46,7 +59,7 @@ def train_config(cfg: DictConfig) -> int:
 def check_config(cfg: DictConfig) -> int:
     """Refuses what cannot work and prints the plan; reads no weights."""
     try:
-        run = _prepared(cfg)
+        run = prepared(cfg)
     except ValueError as error:
         return refuse(str(error))
     Console().print(plan_table(run))
@@ -55,8 +68,9 @@ def check_config(cfg: DictConfig) -> int:
 
 def eval_config(cfg: DictConfig) -> int:
     """Evaluates the run's newest checkpoint, or the student as it starts; prints and saves the metrics."""
+    cfg.resume = "auto"  # an evaluation moves nothing aside
     try:
-        run = _prepared(cfg)
+        run = prepared(cfg)
     except ValueError as error:
         return refuse(str(error))
     try:

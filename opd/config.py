@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from types import FunctionType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
@@ -29,6 +29,11 @@ from opd.students import HFStudent, Sampler
 from opd.teachers import Teacher
 from opd.terms import Term
 
+WAYS_OUT: dict[type, str] = {
+    Loss: "a class declares `needs = frozenset({...})`, a function goes into opd.losses.Formula, which takes `needs`",
+    Schedule: "or give a number",
+}
+
 
 class ConfigError(ValueError):
     """A mistake in the configuration: what is wrong, under which key, and the way out."""
@@ -40,6 +45,10 @@ class RewardPolicy:
 
     time_limit: float = 30.0
     on_error: Literal["raise", "skip"] = "raise"
+
+    def __post_init__(self) -> None:
+        if not self.time_limit > 0:
+            raise ValueError(f"time_limit={self.time_limit}: must be positive")
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps}: must be at least 1")
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ValueError(f"stop_after={self.stop_after}: must be at least 1, or null to run all steps")
+        if not self.run_dir:
+            raise ValueError("run_dir: empty; name a folder")
 
 
 def load_config(cfg: DictConfig) -> TrainConfig:
@@ -78,15 +91,20 @@ def load_config(cfg: DictConfig) -> TrainConfig:
         ConfigError: an unknown key (with the nearest valid one), a wrong type, a missing or refused value.
     """
     try:
-        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        plain = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {error.msg or error}") from error
+        raise ConfigError(f"{error.full_key}: {str(error.msg or error).partition(chr(10))[0]}") from error
+    if missing:
+        raise ConfigError("\n".join(f"{key}: missing, and it has no default; give {key}=..." for key in missing))
     return _build(plain, TrainConfig, "")
 
 
 def _build(node: Any, hint: Any, path: str) -> Any:
     """The value that `node` describes, of type `hint`."""
     if isinstance(node, Mapping):
+        if "_target_" in node and not isinstance(node["_target_"], str):
+            raise ConfigError(f"{path}._target_: must be the import path of a class, got {node['_target_']!r}")
         if hint is Term or hint is RewardTerm:
             return _build_named(node, hint, path)
         if "_target_" in node:
@@ -95,15 +113,29 @@ def _build(node: Any, hint: Any, path: str) -> Any:
         if target is not None:
             return _construct(target, node, path)
         inner = _value_hint(hint)
-        return _check({key: _build(value, inner, f"{path}.{key}") for key, value in node.items()}, hint, path)
+        return _check(_build_all({key: (value, inner) for key, value in node.items()}, path), hint, path)
     if isinstance(node, list):
         inner = _value_hint(hint)
         return _check([_build(item, inner, f"{path}[{index}]") for index, item in enumerate(node)], hint, path)
-    if hint is Schedule and isinstance(node, int | float):
+    if hint is Schedule and isinstance(node, int | float) and not isinstance(node, bool):
         return Constant(float(node))
     if isinstance(node, str) and _expects_callable(hint):
         return _locate(node, path)
     return _check(node, hint, path)
+
+
+def _build_all(nodes: Mapping[str, tuple[Any, Any]], path: str, problems: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of named (node, hint) pairs; ConfigError with all their problems, one per line."""
+    values: dict[str, Any] = {}
+    found = list(problems)
+    for key, (node, hint) in nodes.items():
+        try:
+            values[key] = _build(node, hint, _join(path, key))
+        except ConfigError as error:
+            found.append(str(error))
+    if found:
+        raise ConfigError("\n".join(found))
+    return values
 
 
 def _build_named(node: Mapping[str, Any], wrapper: type, path: str) -> Any:
@@ -112,11 +144,11 @@ def _build_named(node: Mapping[str, Any], wrapper: type, path: str) -> Any:
     formula = {key: value for key, value in node.items() if key not in own}
     settings = {key: value for key, value in node.items() if key in own}
     if "_target_" not in node:
-        raise ConfigError(f"{path}: needs a _target_, the import path of a class; got the keys {sorted(node)}")
+        raise ConfigError(f"{path}: needs a _target_, the import path of a class (to drop it: ~{path})")
     inner, protocol = ("loss", Loss) if wrapper is Term else ("function", RewardFunction)
     value = _check(_construct(_locate(node["_target_"], path), formula, path, extra=own), protocol, path)
     hints = get_type_hints(wrapper)
-    built = {key: _build(item, hints[key], f"{path}.{key}") for key, item in settings.items()}
+    built = _build_all({key: (item, hints[key]) for key, item in settings.items()}, path)
     return wrapper(name=path.rpartition(".")[2], **{inner: value}, **built)
 
 
@@ -126,10 +158,13 @@ def _construct(target: Any, node: Mapping[str, Any], path: str, extra: set[str] 
     partial = bool(node.get("_partial_")) or isinstance(target, FunctionType)
     name = f"{target.__module__}.{target.__qualname__}"
     parameters = inspect.signature(target).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        _refuse_unknown(keys, set(parameters), extra, path, name)
+    valid = {k for k, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [] if takes_any else [key for key in keys if key not in valid]
+    wrong = [f"{_join(path, key)}: {name} has no such key{nearest(key, valid | extra)}" for key in unknown]
     hints = _hints(target)
-    values = {key: _build(value, hints.get(key, Any), f"{path}.{key}".lstrip(".")) for key, value in keys.items()}
+    known = {key: (value, hints.get(key, Any)) for key, value in keys.items() if key not in unknown}
+    values = _build_all(known, path, wrong)
     if partial:
         return functools.partial(target, **values)
     missing = [
@@ -145,23 +180,38 @@ def _construct(target: Any, node: Mapping[str, Any], path: str, extra: set[str] 
         raise ConfigError(f"{path or 'config'}: {error}") from error
 
 
-def _refuse_unknown(keys: Mapping[str, Any], valid: set[str], extra: set[str], path: str, name: str) -> None:
-    for key in keys:
-        if key not in valid:
-            raise ConfigError(f"{_join(path, key)}: {name} has no such key{nearest(key, valid | extra)}")
-
-
-def nearest(key: str, valid: set[str]) -> str:
-    """A hint that names the closest valid keys."""
+def nearest(key: str, valid: set[str], kind: str = "keys") -> str:
+    """A hint that names the closest of the valid keys (or names of another kind)."""
     close = get_close_matches(key, sorted(valid), n=2, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; valid keys: {', '.join(sorted(valid))}"
+    return f"; did you mean {' or '.join(close)}?" if close else f"; valid {kind}: {', '.join(sorted(valid)[:40])}"
 
 
-def _locate(path_of_object: Any, path: str) -> Any:
-    try:
-        return get_object(str(path_of_object))
-    except Exception as error:  # Hydra re-raises whatever the imported module raised
-        raise ConfigError(f"{path}: cannot import {path_of_object!r}: {error}") from error
+def _locate(name: str, path: str) -> Any:
+    """The class or function that an import path names."""
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if f"{module_name}.".startswith(f"{error.name}."):  # not a module: perhaps a class in one
+                continue
+            raise ConfigError(f"{path}: importing {module_name} failed: {error}") from error
+        except Exception as error:  # a user's module may raise anything
+            raise ConfigError(f"{path}: importing {module_name} failed: {error!r}") from error
+        for part in parts[cut:]:
+            try:
+                found = getattr(found, part)
+            except AttributeError as error:
+                hint = nearest(part, {known for known in dir(found) if not known.startswith("_")}, "names")
+                raise ConfigError(f"{path}: cannot import {name!r}: {module_name} has no {part}{hint}") from error
+        if not callable(found):
+            raise ConfigError(f"{path}: {name!r} is neither a class nor a function")
+        return found
+    raise ConfigError(
+        f"{path}: cannot import {name!r}: no module {parts[0]!r}; write package.module.Class, and set PYTHONPATH if "
+        "the package is not installed"
+    )
 
 
 def _check(value: Any, hint: Any, path: str) -> Any:
@@ -171,7 +221,9 @@ def _check(value: Any, hint: Any, path: str) -> Any:
             return TypeAdapter(hint).validate_python(value)
         except ValidationError as error:
             first = error.errors()[0]
-            where = _join(path, ".".join(str(part) for part in first["loc"] if not str(part).startswith(("literal", "function"))))
+            where = _join(
+                path, ".".join(str(part) for part in first["loc"] if not str(part).startswith(("literal", "function")))
+            )
             raise ConfigError(f"{where}: {first['msg']}, got {first['input']!r}") from error
     options = _options(hint)
     bare = [get_origin(option) or option for option in options if option is not NoneType]
@@ -181,6 +233,7 @@ def _check(value: Any, hint: Any, path: str) -> Any:
     wanted = " or ".join(option.__name__ for option in classes)
     lacking = [name for option in classes for name in _members(option) if not hasattr(value, name)]
     how = f"it lacks {', '.join(lacking)}" if lacking and hasattr(value, "__dict__") else "name a class by _target_"
+    how += "".join(f"; {WAYS_OUT[option]}" for option in classes if option in WAYS_OUT)
     raise ConfigError(f"{path}: expected a {wanted}, got {value!r}; {how}")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from omegaconf import OmegaConf
+from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -15,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from opd import ranks
 from opd.checkpoint import Checkpoints
 from opd.students import HFStudent
+from opd.weight_sync import named_weights
 
 WEIGHTS, ADAPTER = "hf", "adapter"
 
@@ -22,7 +25,11 @@ WEIGHTS, ADAPTER = "hf", "adapter"
 def write_weights(
     student: HFStudent, tokenizer: PreTrainedTokenizerBase, weights: Iterator[tuple[str, Tensor]], folder: Path
 ) -> None:
-    """Writes the student as a folder that `from_pretrained` and vLLM load; all ranks call, rank 0 writes."""
+    """Writes the student as a folder that `from_pretrained` and vLLM load; all ranks call, rank 0 writes.
+
+    Raises:
+        OSError: the folder could not be written.
+    """
     lead = ranks.rank() == 0
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in weights if lead}
     if not lead:
@@ -34,7 +41,10 @@ def write_weights(
     config.dtype = next(iter(tensors.values())).dtype
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder}/model.safetensors: {error}") from error
     try:
         GenerationConfig.from_pretrained(student.model).save_pretrained(folder)
     except OSError:  # the start model has none
@@ -54,6 +64,8 @@ def export_run(run_dir: Path, out: Path, which: str = "latest", adapter: bool = 
     Raises:
         ValueError: no such checkpoint, `out` exists, or an adapter is asked of a run that trained all weights.
     """
+    if which not in ("latest", "best"):
+        raise ValueError(f"which={which}: choose latest or best")
     checkpoints = Checkpoints.of_run(run_dir)
     chosen = checkpoints.best() if which == "best" else checkpoints.latest()
     if chosen is None:
@@ -67,15 +79,17 @@ def export_run(run_dir: Path, out: Path, which: str = "latest", adapter: bool = 
     aside = out.with_name(f".writing-{out.name}")
     shutil.rmtree(aside, ignore_errors=True)
     if trained_adapter and not adapter:
-        _merge(chosen / ADAPTER, aside)
+        _merge(run_dir, chosen / ADAPTER, aside)
     else:
         shutil.copytree(source, aside)
     aside.rename(out)
     return out
 
 
-@torch.no_grad()
-def _merge(adapter: Path, out: Path) -> None:
-    model = AutoPeftModelForCausalLM.from_pretrained(str(adapter))
-    model.merge_and_unload().save_pretrained(out)
-    AutoTokenizer.from_pretrained(str(adapter)).save_pretrained(out)
+def _merge(run_dir: Path, adapter: Path, out: Path) -> None:
+    """The adapter in its base, by the same fp32 sum and in the same dtype as the sampler got it."""
+    settings = OmegaConf.load(run_dir / "config.yaml").student
+    student = HFStudent(settings.model, settings.dtype, trust_remote_code=settings.trust_remote_code)
+    model = PeftModel.from_pretrained(student.load(), str(adapter), autocast_adapter_dtype=False)
+    weights = named_weights(model, lambda _: nullcontext())
+    write_weights(student, AutoTokenizer.from_pretrained(str(adapter)), weights, out)

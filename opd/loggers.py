@@ -70,7 +70,7 @@ class Jsonl:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
         if path.exists():
-            _forget_after(path, resume_step)
+            forget_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -87,8 +87,8 @@ class Jsonl:
             self._file = None
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Keep the records up to `step`; the file is at all times the old one or the new one."""
+def forget_after(path: Path, step: int) -> None:
+    """Keep the records up to `step`, none at 0; the file is at all times the old one or the new one."""
     kept = [record for record in read_jsonl(path) if step > 0 and record["step"] <= step]
     aside = path.with_suffix(".tmp")
     with aside.open("w", encoding="utf-8") as file:

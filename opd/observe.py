@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -16,13 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import yaml
+
 from opd import ranks
-from opd.loggers import Jsonl, Logger
+from opd.loggers import Jsonl, Logger, forget_after
 from opd.progress import Progress
 from opd.records import Reward, Rollout
 
 STAGES = ("sample", "reward", "score", "update", "sync", "eval", "checkpoint")
-SAMPLES_KEPT = 8
+SAMPLES, SAMPLES_KEPT = "samples.jsonl", 8
 
 
 class Observer:
@@ -38,18 +41,24 @@ class Observer:
         self.tokens = 0
         self.evals: dict[str, float | None] = {}
         self.last: dict[str, float] = {}
+        self.last_eval: tuple[int, Mapping[str, float]] = (-1, {})  # (step, metrics)
         self._stop = False
-        self._started = time.monotonic()
+        self._before = 0.0  # seconds that earlier processes spent on this run
+        self._began = time.monotonic()
+        self._former_handler = signal.getsignal(signal.SIGTERM)
 
     def start(self, step: int) -> None:
         """Opens the run folder at `step`, and listens for SIGTERM."""
         signal.signal(signal.SIGTERM, self._on_signal)
+        self._began = time.monotonic()
         if self.progress is None:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._note_differences()
         (self.run_dir / "config.yaml").write_text(self.resolved)
         (self.run_dir / "versions.json").write_text(json.dumps(versions(), indent=1))
+        if (self.run_dir / SAMPLES).exists():
+            forget_after(self.run_dir / SAMPLES, step)
         for logger in self.loggers:
             logger.start(self.run_dir, step)
         self.progress.start(step)
@@ -58,11 +67,13 @@ class Observer:
     def _note_differences(self) -> None:
         """Lists what changed since the configuration that the run folder was last run with."""
         saved = self.run_dir / "config.yaml"
-        old = set(saved.read_text().splitlines()) if saved.exists() else set()
-        new = set(self.resolved.splitlines())
-        if old and old != new and self.progress is not None:
-            for line in sorted(new - old):
-                self.progress.note(f"config differs from the run's last start: {line.strip()}")
+        if not saved.exists() or self.progress is None:
+            return
+        old, new = _flat(yaml.safe_load(saved.read_text())), _flat(yaml.safe_load(self.resolved))
+        for key in sorted(old.keys() | new.keys()):
+            was, now = (side.get(key, "(not there)") for side in (old, new))
+            if was != now:
+                self.progress.note(f"config differs from the run's last start: {key}: {was} -> {now}")
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._stop = True
@@ -98,11 +109,12 @@ class Observer:
         """Logs an evaluation and a few of its answers; remembers the first and the latest."""
         accuracy, kl = metrics.get("eval/accuracy"), metrics.get("eval/kl")
         self.evals = {"before": accuracy, "kl_before": kl, **self.evals, "after": accuracy, "kl_after": kl}
+        self.last_eval = (step, metrics)
         if self.progress is None:
             return
         self._log(step, {**metrics, "rollout/tokens_total": float(self.tokens)})
         self.progress.update(step, metrics)
-        with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
+        with open(self.run_dir / SAMPLES, "a", encoding="utf-8") as file:
             for rollout, reward in samples[:SAMPLES_KEPT]:
                 row = {
                     "step": step,
@@ -117,39 +129,64 @@ class Observer:
         for logger in self.loggers:
             logger.log(step, metrics)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must remember of this."""
-        metrics = {**self.last, "eval/accuracy": self.evals.get("after"), "eval/kl": self.evals.get("kl_after")}
-        return {"tokens": self.tokens, "wall": dict(self.wall), "evals": self.evals, "metrics": metrics}
+    def state(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of `step` must remember of this; its metrics are those measured at `step` itself."""
+        wall = {"seconds": self._seconds(), "wall": dict(self.wall)}
+        return _finite({"tokens": self.tokens, **wall, "evals": self.evals, "metrics": self._final_metrics(step)})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave."""
         self.tokens, self.evals, self.last = state["tokens"], state["evals"], state["metrics"]
-        self.wall = defaultdict(float, state["wall"])
+        self.wall, self._before = defaultdict(float, state["wall"]), state["seconds"]
+
+    def _seconds(self) -> float:
+        """Wall time of the run's processes so far, from the first evaluation on."""
+        return self._before + time.monotonic() - self._began
+
+    def _final_metrics(self, step: int) -> dict[str, float]:
+        evaluated_at, metrics = self.last_eval
+        return {**self.last, **(metrics if evaluated_at == step else {})}
 
     def write_summary(self, steps: int) -> None:
         """`summary.json` of a finished run, written aside and renamed."""
         if not self.lead:
             return
-        total = sum(seconds for name, seconds in self.wall.items())
+        stages = {name: round(self.wall.get(name, 0.0), 3) for name in STAGES}
+        total = round(max(self._seconds(), sum(stages.values())), 3)
         summary = {
             "steps": steps,
             "sampled_tokens": self.tokens,
-            "wall_seconds": {name: round(self.wall.get(name, 0.0), 3) for name in STAGES} | {"total": round(total, 3)},
+            "wall_seconds": {**stages, "other": round(total - sum(stages.values()), 3), "total": total},
             "eval": {name: self.evals.get(name) for name in ("before", "after", "teacher", "kl_before", "kl_after")},
-            "final_metrics": self.last,
+            "final_metrics": self._final_metrics(steps),
             "versions": versions(),
         }
         aside = self.run_dir / ".summary.json"
-        aside.write_text(json.dumps(summary, indent=1))
+        aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False))
         os.replace(aside, self.run_dir / "summary.json")
 
     def close(self) -> None:
-        """Closes loggers and display."""
+        """Closes loggers and display, and gives SIGTERM back."""
+        signal.signal(signal.SIGTERM, self._former_handler)
         for logger in self.loggers:
             logger.close()
         if self.progress is not None:
             self.progress.close()
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    """Dotted key -> value of every leaf of a configuration."""
+    if not isinstance(node, Mapping) or not node:
+        return {path: node}
+    parts = [_flat(inner, f"{path}.{name}".strip(".")) for name, inner in node.items()]
+    return {key: leaf for part in parts for key, leaf in part.items()}
+
+
+def _finite(node: Any) -> Any:
+    """The same data with None for numbers that JSON cannot hold."""
+    if isinstance(node, Mapping):
+        return {name: _finite(inner) for name, inner in node.items()}
+    return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
 def versions() -> dict[str, str]:

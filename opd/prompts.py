@@ -25,21 +25,32 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class JsonlSource:
-    """A JSON-lines file: `prompt` (text) or `messages` (chat), and optionally `answer`, `source` and further columns."""
+    """A JSON-lines file: `prompt` (text) or `messages` (chat), and optionally `answer`, `source` and further columns.
+
+    `limit`: read only so many lines; null for all.
+    """
 
     path: str
     limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit}: must be at least 1, or null for all lines")
 
     def load(self) -> Sequence[Example]:
         """The file's rows.
 
         Raises:
-            ValueError: no such file, a line that is not JSON, or one without a prompt; names the line.
+            ValueError: no such file, one that cannot be read as UTF-8, a line without a usable prompt (named).
         """
         file = Path(self.path)
         if not file.is_file():
             raise ValueError(f"path: no file {self.path!r}")
-        lines = file.read_text(encoding="utf-8").splitlines()[: self.limit]
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"path: {self.path} cannot be read as UTF-8 text ({error})") from error
+        lines = text.split("\n")[: self.limit]  # splitlines() would split inside strings
         return [self._example(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
     def _example(self, number: int, line: str) -> Example:
@@ -50,8 +61,18 @@ class JsonlSource:
         if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
             raise ValueError(f"path: {self.path}:{number} has neither `prompt` nor `messages`")
         prompt: Any = row.pop("messages", None) or row.pop("prompt")
-        answer = row.pop("answer", None)
-        return Example(prompt, None if answer is None else str(answer), row.pop("source", "default"), row)
+        if not isinstance(prompt, str) and not _is_chat(prompt):
+            raise ValueError(
+                f"path: {self.path}:{number} has a prompt that is neither text nor a list of messages with `role` "
+                "and `content`"
+            )
+        answer, source = row.pop("answer", None), row.pop("source", None)
+        known = None if answer is None else str(answer)
+        return Example(prompt, known, "default" if source is None else str(source), row)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
 
 
 @dataclass(frozen=True)
@@ -86,6 +107,8 @@ class DataConfig:
     too_long: Literal["error", "drop", "keep_end"] = "error"
 
     def __post_init__(self) -> None:
+        if self.max_prompt_tokens < 1:
+            raise ValueError(f"max_prompt_tokens={self.max_prompt_tokens}: must be at least 1")
         if not self.streams:
             raise ValueError("streams: empty; an update needs at least one stream")
 
@@ -96,7 +119,8 @@ class Prompts:
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         encoder = Encoder(tokenizer, data.max_prompt_tokens, data.too_long)
         self.streams, self.seed = data.streams, seed
-        shared = encoder.encode(data.train, "data.train") if any(s.source is None for s in data.streams.values()) else []
+        shares = any(stream.source is None for stream in data.streams.values())
+        shared = encoder.encode(data.train, "data.train") if shares else []
         self.examples = {
             name: shared if stream.source is None else encoder.encode(stream.source, f"data.streams.{name}.source")
             for name, stream in data.streams.items()

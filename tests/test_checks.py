@@ -70,7 +70,7 @@ def test_a_divergence_without_a_teacher(opd: list[str]) -> None:
     assert message.startswith("loss.distill.teacher: missing; ReverseKL needs full_vocab scores")
 
 
-def test_a_teacher_that_no_term_uses_is_noted_and_not_loaded(opd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_teacher_that_no_term_uses_is_noted(opd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     run = prepare(*opd, "+teacher@teacher.spare=local", "teacher.spare.model=/no/such/folder")
     assert list(run.teachers.teachers) == ["main"]
     assert "teacher.spare: no loss term uses it" in capsys.readouterr().err
@@ -99,9 +99,7 @@ def test_a_stream_without_terms(opd: list[str]) -> None:
 
 def test_grpo_without_rewards(opd: list[str]) -> None:
     message = refusal(*opd, *GRPO, "~reward.correct")
-    assert message == (
-        "loss.grpo (PPOClip) needs rewards, and there are none: add e.g. +reward@reward.correct=exact"
-    )
+    assert message == ("loss.grpo (PPOClip) needs rewards, and there is none: add e.g. +reward@reward.correct=exact")
 
 
 def test_grpo_without_credit(opd: list[str]) -> None:
@@ -186,7 +184,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be read"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "no_such"}'), "cannot be read"),
     ],
-    ids=["none", "no-config", "no-tokenizer", "no-weights", "empty", "bad-config", "bad-tokenizer", "unknown-architecture"],
+    ids=["none", "no-config", "no-tokenizer", "no-weights", "empty", "bad-config", "bad-tokenizer", "unknown-kind"],
 )
 def test_a_folder_that_is_not_a_whole_model(
     key: str, damage: Callable[[Path], object], says: str, opd: list[str], tmp_path: Path
@@ -250,7 +248,7 @@ def test_a_broken_data_file_names_the_line(text: str, says: str, opd: list[str],
 def test_a_data_file_in_another_encoding(opd: list[str], tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     message = refusal(*opd, f"data.train.path={tmp_path}/latin.jsonl")
-    assert message.startswith(f"data.train.path: {tmp_path}/latin.jsonl is not UTF-8 text")
+    assert message.startswith(f"data.train.path: {tmp_path}/latin.jsonl cannot be read as UTF-8 text")
 
 
 def test_a_stream_s_own_source_is_named(opd: list[str]) -> None:
@@ -280,8 +278,8 @@ def test_a_prompt_over_the_limit(opd: list[str]) -> None:
     """`0+0=` has 4 tokens."""
     message = refusal(*opd, "data.max_prompt_tokens=3")
     assert message == (
-        "data.train: example 0 has 4 prompt tokens, over data.max_prompt_tokens=3; raise the limit, or set data.too_long "
-        "to drop or keep_end"
+        "data.train: example 0 has 4 prompt tokens, over data.max_prompt_tokens=3; raise the limit, or set "
+        "data.too_long to drop or keep_end"
     )
     assert refusal(*opd, "data.max_prompt_tokens=3", "data.too_long=drop") == (
         "data.train: no examples left after dropping long prompts"

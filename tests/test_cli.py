@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from opd.cli import DONE, REFUSED, main
+from opd.cli import main
+from opd.exits import DONE, REFUSED
 from tests.composing import GRPO, tiny_opd
 from tests.source_tree import ROOT
 
@@ -89,7 +90,12 @@ def test_a_folder_that_is_no_run(
 )
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_a_refused_configuration_leaves_with_2_and_says_why_once(
-    command: str, wrong: str, says: str, opd: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    wrong: str,
+    says: str,
+    opd: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert in_process(monkeypatch, command, *opd, wrong) == REFUSED
     printed = capsys.readouterr()
@@ -136,12 +142,13 @@ print([name for name in ("torch", "transformers", "vllm", "deepspeed") if name i
 def test_check_prints_the_plan(
     opd: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """4 prompts x 4 samples x at most 4 tokens = 64 tokens a step; the weight falls from 1 to 1 - 1/2 on the second of 2."""
+    """4 prompts x 4 samples x at most 4 tokens = 64 tokens a step; the weight is 1, then 1 - 1/2 on the second of 2."""
     monkeypatch.setenv("COLUMNS", "150")
     schedule = "loss.distill.weight={_target_: opd.schedules.Linear, start: 1, end: 0}"
     folder = f"run_dir={tmp_path}/planned"
     assert in_process(monkeypatch, "check", *opd, *GRPO, schedule, folder) == DONE
-    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in lines]
     plan = {key: text for key, text in rows if key}
     assert plan["loss.distill"] == "ReverseKL x 1 -> 0.5, token_mean, on main, under teacher.main"
     assert plan["loss.grpo"] == "PPOClip x 1 -> 1, token_mean, on main"
@@ -156,10 +163,8 @@ def test_check_prints_the_plan(
 def test_cfg_job_prints_the_composed_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["opd", "train", "experiment=quickstart", "loss.distill.weight=0.5", "--cfg", "job"])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == DONE
+    argv = ["train", "experiment=quickstart", "--cfg", "job", "loss.distill.weight=0.5"]
+    assert in_process(monkeypatch, *argv) == DONE
     printed = capsys.readouterr().out
     assert "_target_: opd.losses.ReverseKL" in printed and "weight: 0.5" in printed
 
@@ -169,7 +174,8 @@ def user_conf(tmp_path: Path) -> Path:
     """A config folder of a user's own, with an experiment."""
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - /loss@loss.distill: jsd\n  - _self_\nexperiment: mine\nloss:\n  distill:\n    beta: 0.25\n"
+        "# @package _global_\ndefaults:\n  - /loss@loss.distill: jsd\n  - _self_\n"
+        "experiment: mine\nloss:\n  distill:\n    beta: 0.25\n"
     )
     return tmp_path / "conf"
 
@@ -191,7 +197,7 @@ def test_a_users_config_folder(
 
 
 def test_a_whole_run_and_what_can_be_done_with_it(opd: list[str], tmp_path: Path) -> None:
-    """Two steps of distillation and GRPO with a user's loss from a package outside the repository; then the same again."""
+    """Two steps of distillation, GRPO and a user's loss from outside the repository; then the same command again."""
     (tmp_path / "plugin").mkdir()
     (tmp_path / "plugin" / "opd_user_loss.py").write_text(
         "class Sharp:\n    needs = frozenset()\n    def __call__(self, chunk):\n"

@@ -33,7 +33,7 @@ def explained(*overrides: str) -> str:
     return explain_override(caught.value, list(overrides))
 
 
-# -------------------------------------------------------------------------------- keys, options, groups that do not exist
+# ------------------------------------------------------------------------------ keys, options, groups that do not exist
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_several_problems_are_listed_together(opd: list[str]) -> None:
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("opd.losses.ReversKL", "opd.losses has no ReversKL; did you mean ReverseKL?"),
+        ("opd.losses.ReversKL", "opd.losses has no ReversKL; did you mean ReverseKL"),
         ("no_such_package.Loss", "no module 'no_such_package'; write package.module.Class, and set PYTHONPATH"),
         ("Loss", "write package.module.Class"),
         ("opd.losses", "is neither a class nor a function"),

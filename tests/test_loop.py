@@ -76,9 +76,10 @@ def test_three_and_three_steps_equal_six(pair: Pair, finished: Path, tmp_path: P
 
 def test_stop_and_go_at_the_end_of_an_epoch(pair: Pair, tmp_path: Path) -> None:
     """12 prompts, 4 a step: the cut after 3 steps is the end of the first epoch."""
-    data = ["data=jsonl", f"data.train.path={twelve_prompts(tmp_path)}", "data.streams.main.prompts=4", "data.max_prompt_tokens=16"]
+    data = ["data=jsonl", f"data.train.path={twelve_prompts(tmp_path)}", "data.max_prompt_tokens=16"]
     held_out = ["++data.heldout._target_=opd.prompts.JsonlSource", f"++data.heldout.path={tmp_path / 'prompts.jsonl'}"]
-    stop_and_go(pair, tmp_path, *data, *held_out, "~data.train.size", "~data.heldout.size")
+    sizes = ["data.streams.main.prompts=4", "~data.train.size", "~data.heldout.size"]
+    stop_and_go(pair, tmp_path, *data, *held_out, *sizes)
     assert [line["step"] for line in training_lines(tmp_path / "broken")] == [1, 2, 3, 4, 5, 6]
 
 
