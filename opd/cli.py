@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from opd.exits import DONE, REFUSED, refuse
+from opd.exits import DONE, REFUSED, name_failures, refuse
 from opd.hints import explain_override, search_path
 from opd.quiet import quiet_libraries
 from opd.resolvers import register
@@ -44,6 +44,7 @@ def main() -> None:
         print(USAGE, file=sys.stderr if arguments and arguments[0] not in ("-h", "--help", "help") else sys.stdout)
         sys.exit(DONE if arguments and arguments[0] in ("-h", "--help", "help") else REFUSED)
     quiet_libraries()
+    name_failures()
     sys.exit(commands[arguments[0]](arguments[1:]))
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from opd import ranks
 from opd.checks import check_models, notes
 from opd.config import load_config
-from opd.exits import DONE, TERMINATED, fail, refuse
+from opd.exits import DONE, TERMINATED, refuse
 from opd.loop import train
 from opd.plan import plan_table
 from opd.run import Run
@@ -49,8 +49,6 @@ def train_config(cfg: DictConfig) -> int:
         run.begin()
         train(run)
         run.finish()
-    except (RuntimeError, ArithmeticError, OSError, ValueError) as error:
-        return fail(error)
     finally:
         run.close()
     return DONE if not run.terminated else TERMINATED
@@ -76,8 +74,6 @@ def eval_config(cfg: DictConfig) -> int:
     try:
         run.load()
         metrics, _ = run.evaluator.student(run.sampler)
-    except (RuntimeError, ArithmeticError, OSError, ValueError) as error:
-        return fail(error)
     finally:
         run.close()
     found = {"step": run.step, **{name: mean.value for name, mean in sorted(metrics.items())}}

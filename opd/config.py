@@ -24,7 +24,7 @@ from opd.losses import Loss
 from opd.parity import ParityConfig
 from opd.prompts import DataConfig
 from opd.rewards import RewardFunction, RewardTerm
-from opd.schedules import Constant, Schedule
+from opd.schedules import Constant, Schedule, Scheduled
 from opd.students import HFStudent, Sampler
 from opd.teachers import Teacher
 from opd.terms import Term
@@ -119,6 +119,8 @@ def _build(node: Any, hint: Any, path: str) -> Any:
         return _check([_build(item, inner, f"{path}[{index}]") for index, item in enumerate(node)], hint, path)
     if hint is Schedule and isinstance(node, int | float) and not isinstance(node, bool):
         return Constant(float(node))
+    if hint == Scheduled and isinstance(node, int) and not isinstance(node, bool):
+        return float(node)
     if isinstance(node, str) and _expects_callable(hint):
         return _locate(node, path)
     return _check(node, hint, path)

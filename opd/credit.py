@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev, stdev
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from opd import ranks
 from opd.records import Credit, Mean, Reward, Rollout
@@ -30,7 +30,7 @@ class CreditAssigner(Protocol):
 class NoCredit:
     """Rewards are logged but train nothing."""
 
-    min_group: int = 1
+    min_group: ClassVar[int] = 1
 
     def assign(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
         """No row has an advantage."""
@@ -47,7 +47,7 @@ class GRPO:
 
     deviation: Literal["population", "sample", "none"] = "population"
     epsilon: float = 1e-6
-    min_group: int = 2
+    min_group: ClassVar[int] = 2
 
     def assign(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
         """Group-relative advantages; rows without a reward stay without one and do not move their siblings."""
@@ -68,7 +68,7 @@ class GRPO:
 class RLOO:
     """A = r - mean of the other samples of the prompt = n / (n - 1) (r - group mean) (2402.14740)."""
 
-    min_group: int = 2
+    min_group: ClassVar[int] = 2
 
     def assign(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
         """Leave-one-out advantages; 0 for a lone sample."""
@@ -85,7 +85,7 @@ class RLOO:
 class MaxRL:
     """A = (r - group mean) / group mean for rewards >= 0: rare successes count more; 0 where no sample succeeds."""
 
-    min_group: int = 2
+    min_group: ClassVar[int] = 2
 
     def assign(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
         """Advantages relative to the pass rate."""
@@ -102,7 +102,7 @@ class MaxRL:
 class BatchMean:
     """A = r - mean over the batch and all ranks: one sample per prompt suffices (FlashREINFORCE)."""
 
-    min_group: int = 1
+    min_group: ClassVar[int] = 1
 
     def assign(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
         """Centred rewards."""
@@ -149,7 +149,7 @@ class GDPO:
     threshold: float = 1.0
     epsilon: float = 1e-4
     whiten: bool = True
-    min_group: int = 2
+    min_group: ClassVar[int] = 2
 
     def assign(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
         """Advantages; a row that lacks any part has none."""

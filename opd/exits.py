@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from types import TracebackType
 
-DONE, FAILED, REFUSED, TERMINATED = 0, 1, 2, 143
+DONE, REFUSED, TERMINATED = 0, 2, 143  # and 1, Python's own, for a failure
 
 
 def refuse(message: str) -> int:
@@ -16,11 +17,14 @@ def refuse(message: str) -> int:
     return REFUSED
 
 
-def fail(error: Exception) -> int:
-    """Prints where and why a run failed, the reason last; the exit code."""
-    traceback.print_exception(error)
-    print(f"opd: failed on rank {_rank()}: {error}", file=sys.stderr)
-    return FAILED
+def name_failures() -> None:
+    """From here on an uncaught error of any kind ends with one line that says what failed; Python leaves with 1."""
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        traceback.print_exception(kind, error, trace)
+        print(f"opd: failed on rank {_rank()}: {kind.__name__}: {error}", file=sys.stderr)
+
+    sys.excepthook = report
 
 
 def _rank() -> str:

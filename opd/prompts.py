@@ -182,15 +182,24 @@ class Encoder:
                     )
                 if self.too_long == "drop":
                     continue
-                token_ids = token_ids[-self.limit :]
+                token_ids = self._end_of(token_ids)
             encoded.append((token_ids, example))
         if not encoded:
             raise ValueError(f"{key}: no examples" + (" left after dropping long prompts" if examples else ""))
         return encoded
 
+    def _end_of(self, token_ids: list[int]) -> list[int]:
+        """The last `limit` tokens, the start token kept in front where there was one."""
+        start = token_ids[:1] if token_ids[0] == self.tokenizer.bos_token_id else []
+        return start + token_ids[len(token_ids) - self.limit + len(start) :]
+
     def _ids(self, example: Example, key: str) -> list[int]:
         if isinstance(example.prompt, str):
             ids = self.tokenizer(example.prompt)["input_ids"]
+            if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not example.prompt.endswith(
+                str(self.tokenizer.eos_token)
+            ):
+                ids = ids[:-1]  # an end token that the tokenizer adds would close the prompt before the answer
         elif self.tokenizer.chat_template is None:
             raise ValueError(
                 f"{key}: chat messages, but the student's tokenizer has no chat template; set student.chat_template "

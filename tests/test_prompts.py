@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
-from opd.prompts import DataConfig, JsonlSource, Prompts, Stream
+from opd.prompts import DataConfig, Encoder, JsonlSource, Prompts, Stream
 from opd.records import Example
 from tests.composing import write_jsonl
 from tests.tiny import tokenizer
@@ -155,3 +156,15 @@ def test_the_limit_reads_the_first_lines_only(tmp_path: Path) -> None:
     assert [example.prompt for example in JsonlSource(str(file), limit=2).load()] == ["0", "1"]
     with pytest.raises(ValueError, match="limit=0"):
         JsonlSource(str(file), limit=0)
+
+
+def test_keeping_the_end_keeps_one_start_token_and_no_end_token_closes_a_prompt() -> None:
+    """A tokenizer that writes `<s> ... </s>` around plain text, as T5's and some Llama tokenizers do."""
+    fast = tokenizer()
+    fast.add_special_tokens({"bos_token": "^", "eos_token": "z"})
+    start, end = fast.bos_token_id, fast.eos_token_id
+    fast.backend_tokenizer.post_processor = TemplateProcessing("^ $A z", special_tokens=[("^", start), ("z", end)])
+    whole = Encoder(fast, 10, "error").encode(Numbers(1), "data.train")[0][0]
+    assert whole == [start, fast.convert_tokens_to_ids("0")]
+    cut = Encoder(fast, 3, "keep_end").encode(Numbers(1, start=12345), "data.train")[0][0]
+    assert cut == [start, *fast.convert_tokens_to_ids(["4", "5"])]
