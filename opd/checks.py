@@ -156,6 +156,17 @@ def _credit_fits(config: TrainConfig) -> Iterator[str]:
 
 def _sampling_fits(config: TrainConfig) -> Iterator[str]:
     params = config.sampler.params
+    for stream_name, stream in config.data.streams.items():
+        for name in config.loss if stream.terms is None else stream.terms:
+            term = config.loss.get(name)
+            if stream.answers == "student" or term is None or term.needs_advantage:
+                continue
+            if "sampler_logp" in term.loss.needs:
+                yield (
+                    f"data.streams.{stream_name}.answers=given: loss.{name} ({_kind(term)}) needs the probability under "
+                    f"which a token was sampled, and nobody sampled these; list other terms in "
+                    f"data.streams.{stream_name}.terms"
+                )
     if params.temperature == 0.0:
         yield "sampler.params.temperature=0: training needs sampled answers; use a temperature above 0"
     if params.truncates:

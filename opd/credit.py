@@ -211,6 +211,8 @@ def informative_share(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) ->
     """Share of groups whose rewards differ: the others give a reward term no gradient."""
     groups: dict[tuple[str, str], set[float]] = {}
     for rollout, reward in zip(rollouts, rewards, strict=True):
+        if rollout.finish == "given":
+            continue
         seen = groups.setdefault(rollout.group, set())
         if reward.value is not None:
             seen.add(reward.value)

@@ -83,9 +83,12 @@ class Evaluator:
         return ranks.share(self.prompts.evaluation(self.config.problems, self.config.samples))
 
     def accuracy(self, rewards: Sequence[Reward]) -> dict[str, Mean]:
-        """`eval/accuracy`: the mean reward; absent where no reward is configured."""
-        known = [reward.value for reward in rewards if reward.value is not None]
-        return {"eval/accuracy": Mean(float(sum(known)), float(len(known)))} if self.rewards.terms else {}
+        """`eval/accuracy`: the mean of the first reward, by itself; absent where no reward is configured."""
+        if not self.rewards.terms:
+            return {}
+        name = self.rewards.terms[0].name
+        known = [part for reward in rewards if (part := reward.parts.get(name)) is not None]
+        return {"eval/accuracy": Mean(float(sum(known)), float(len(known)))}
 
     def teacher_accuracy(self, params: SamplingParams) -> float | None:
         """What the first local teacher reaches on the same prompts; None where no teacher can answer."""

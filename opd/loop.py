@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from opd import ranks
 from opd.run import Run
 
 
 def train(run: Run) -> None:
     """Runs the steps that remain; `run` is started, and closed by the caller."""
     for step in run.remaining_steps():
-        prompts = ranks.share(run.prompts.draw(step))
         with run.stage("sample"):
-            rollouts = run.sampler.sample(prompts, run.sampler.params, run.step_seed(step))
+            rollouts = run.answers.sample(step, run.step_seed(step))
         with run.stage("reward"):
-            rewards = run.rewards.score(rollouts)
+            rewards = run.answers.judge(rollouts)
+        with run.stage("refill"):
+            rollouts, rewards = run.answers.refill(step, run.step_seed(step), rollouts, rewards)
         with run.stage("score"):
             scores = run.teachers.score(rollouts)
         credits = run.credit.assign(rollouts, rewards)

@@ -57,11 +57,13 @@ def logp_gaps(outcomes: Outcomes) -> torch.Tensor:
         for batch, outcome in outcomes
         if "student/token_logp" in outcome.statistics
     ]
-    return torch.cat(parts).double() if parts else torch.zeros(0, dtype=torch.float64)
+    gaps = torch.cat(parts).double() if parts else torch.zeros(0, dtype=torch.float64)
+    return gaps[~gaps.isnan()]  # a given answer has no sampler
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Mean]:
     """Length, truncation and repetition of the sampled answers."""
+    rollouts = [rollout for rollout in rollouts if rollout.finish != "given"]
     count = float(len(rollouts))
     return {
         "rollout/length": Mean(float(sum(len(rollout.token_ids) for rollout in rollouts)), count),

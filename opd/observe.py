@@ -24,7 +24,7 @@ from opd.loggers import Jsonl, Logger, forget_after
 from opd.progress import Progress
 from opd.records import Reward, Rollout
 
-STAGES = ("sample", "reward", "score", "update", "sync", "eval", "checkpoint")
+STAGES = ("sample", "reward", "refill", "score", "update", "sync", "eval", "checkpoint")
 SAMPLES, SAMPLES_KEPT = "samples.jsonl", 8
 
 
@@ -40,6 +40,7 @@ class Observer:
         self.recent: dict[str, float] = defaultdict(float)
         self.tokens = 0
         self.evals: dict[str, float | None] = {}
+        self.history: list[dict[str, float]] = []  # of evaluations, oldest first
         self.last: dict[str, float] = {}
         self.last_eval: tuple[int, Mapping[str, float]] = (-1, {})  # (step, metrics)
         self._stop = False
@@ -108,6 +109,7 @@ class Observer:
     def log_eval(self, step: int, metrics: Mapping[str, float], samples: Sequence[tuple[Rollout, Reward]]) -> None:
         """Logs an evaluation and a few of its answers; remembers the first and the latest."""
         accuracy, kl = metrics.get("eval/accuracy"), metrics.get("eval/kl")
+        self.history.append(dict(metrics))
         self.evals = {"before": accuracy, "kl_before": kl, **self.evals, "after": accuracy, "kl_after": kl}
         self.last_eval = (step, metrics)
         if self.progress is None:
@@ -132,11 +134,12 @@ class Observer:
     def state(self, step: int) -> dict[str, Any]:
         """What the checkpoint of `step` must remember of this; its metrics are those measured at `step` itself."""
         wall = {"seconds": self._seconds(), "wall": dict(self.wall)}
-        return _finite({"tokens": self.tokens, **wall, "evals": self.evals, "metrics": self._final_metrics(step)})
+        return _finite({"tokens": self.tokens, **wall, "evals": self.evals, "history": self.history, "metrics": self._final_metrics(step)})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave."""
         self.tokens, self.evals, self.last = state["tokens"], state["evals"], state["metrics"]
+        self.history = state["history"]
         self.wall, self._before = defaultdict(float, state["wall"]), state["seconds"]
 
     def _seconds(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
+from opd import ranks
 from opd.records import Example, Prompt
 
 
@@ -84,16 +85,26 @@ class Stream:
         samples: answers per prompt; answers to one prompt form a group.
         terms: names of loss terms that apply; null for all.
         source: examples of its own; null for `data.train`.
+        answers: `student` samples; `given` takes each example's `answer` (gold, or a teacher's), to be imitated.
+        refill_rounds: how often groups whose rewards do not differ are replaced by fresh prompts (DAPO's dynamic
+            sampling); 0 never.
     """
 
     prompts: int
     samples: int = 1
     terms: list[str] | None = None
     source: Source | None = None
+    answers: Literal["student", "given"] = "student"
+    refill_rounds: int = 0
 
     def __post_init__(self) -> None:
-        if self.prompts < 1 or self.samples < 1:
-            raise ValueError(f"prompts={self.prompts}, samples={self.samples}: both must be at least 1")
+        if self.prompts < 1 or self.samples < 1 or self.refill_rounds < 0:
+            raise ValueError(
+                f"prompts={self.prompts}, samples={self.samples}, refill_rounds={self.refill_rounds}: "
+                "the first two must be at least 1, the last at least 0"
+            )
+        if self.answers == "given" and (self.samples > 1 or self.refill_rounds):
+            raise ValueError("answers=given: there is one answer to a prompt; set samples=1 and refill_rounds=0")
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,9 @@ class Prompts:
             name: shared if stream.source is None else encoder.encode(stream.source, f"data.streams.{name}.source")
             for name, stream in data.streams.items()
         }
+        for name, stream in data.streams.items():
+            if stream.answers == "given" and any(example.answer is None for _, example in self.examples[name]):
+                raise ValueError(f"data.streams.{name}.answers=given: some examples have no `answer`")
         self.heldout = [] if data.heldout is None else encoder.encode(data.heldout, "data.heldout")
 
     def draw(self, step: int) -> list[Prompt]:
@@ -137,6 +151,15 @@ class Prompts:
                 token_ids, example = examples[self._order(name, epoch)[place]]
                 drawn.append(Prompt(str(position), name, token_ids, example, stream.samples))
         return drawn
+
+    def extra(self, stream: str, step: int, turn: int, count: int) -> list[Prompt]:
+        """`count` prompts beside those of the step, this rank's own; they follow from the seed, the step and the turn."""
+        examples = self.examples[stream]
+        chooser = random.Random(f"{self.seed}/{stream}/{step}/{turn}/{ranks.rank()}")
+        return [
+            Prompt(f"{step}.{turn}.{ranks.rank()}.{n}", stream, *chooser.choice(examples), self.streams[stream].samples)
+            for n in range(count)
+        ]
 
     def evaluation(self, limit: int, samples: int) -> list[Prompt]:
         """The first `limit` held-out prompts."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Message = Mapping[str, str]
-Finish = Literal["stop", "length", "aborted"]
+Finish = Literal["stop", "length", "aborted", "given"]  # given: not sampled, the data's own answer
 
 
 @dataclass(frozen=True)

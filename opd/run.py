@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from opd import ranks
+from opd.answers import Answers
 from opd.batching import make_batch
 from opd.checkpoint import Checkpoints, move_aside, read_state
 from opd.checks import check
@@ -27,7 +28,9 @@ from opd.prompts import Prompts
 from opd.records import Batch, Credit, FullVocab, Mean, Reward, Rollout
 from opd.rewards import RewardStage
 from opd.rows import Row
+from opd.schedules import Schedule, Watching
 from opd.scoring import TeacherStage
+from opd.terms import Term
 from opd.weighting import Facts, split_by_rows
 
 
@@ -57,6 +60,7 @@ class Run:
         ends = {teacher.tokenizer().eos_token_id for teacher in self.teachers.teachers.values()} - {None}
         self.all_stop_ids = tuple(sorted({*self.stop_ids, *ends}))
         self.prompts = Prompts(self.config.data, self.tokenizer, self.config.seed)
+        self.answers = Answers(self.prompts, self.sampler, self.rewards, self.tokenizer)
         self.latest = None if self.config.resume == "never" else self.checkpoints.latest()
 
     def already_finished(self) -> bool:
@@ -188,13 +192,17 @@ class Run:
         progress = step / self.config.steps
         return Objective(
             terms=self.terms,
-            weights={term.name: term.weight(progress) for term in self.terms},
+            weights={term.name: self._weight(term)(progress) for term in self.terms},
             vocab_size=self.vocab_size,
             temperature=self.sampler.params.temperature,
             chunk_tokens=self.config.engine.chunk_tokens,
             progress=progress,
             stop_ids=self.all_stop_ids,
         )
+
+    def _weight(self, term: Term) -> Schedule:
+        weight = term.weight
+        return weight.after(self.observer.history) if isinstance(weight, Watching) else weight
 
     def finish_step(
         self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[Reward], update: Mapping[str, Mean]
@@ -203,7 +211,7 @@ class Run:
         self.step = step
         weights = {f"weight/{name}": Mean(w, 1.0) for name, w in self.objective(step - 1).weights.items()}
         groups = {"reward/informative_groups": informative_share(rollouts, rewards)} if self.rewards.terms else {}
-        merged = ranks.merged({**rollout_metrics(rollouts), **self.rewards.metrics(), **groups, **weights, **update})
+        merged = ranks.merged({**rollout_metrics(rollouts), **self.answers.metrics, **groups, **weights, **update})
         self.observer.log_step(step, values(merged), int(merged["rollout/length"].sum))
         done = step >= self.config.steps
         saves = done or step % self.config.checkpoint.every == 0

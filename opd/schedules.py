@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol, runtime_checkable
 
 
@@ -56,6 +58,50 @@ class Switch:
     def __call__(self, progress: float) -> float:
         """The value at `progress`."""
         return self.before if progress < self.at else self.after
+
+
+@runtime_checkable
+class Watching(Protocol):
+    """A schedule that follows the run's evaluations."""
+
+    def after(self, history: Sequence[Mapping[str, float]]) -> Schedule:
+        """The schedule in force once these evaluations, oldest first, are known."""
+        ...
+
+
+@dataclass(frozen=True)
+class SwitchOnPlateau:
+    """`before` until `metric` has not risen by `min_delta` for `patience` evaluations in a row, `after_` from there on.
+
+    `start` evaluations are waited for first; `sign` -1 watches a metric that should fall.
+    """
+
+    before: float
+    after_: float
+    metric: str = "eval/accuracy"
+    patience: int = 3
+    min_delta: float = 0.01
+    start: int = 1
+    sign: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or self.start < 1:
+            raise ValueError(f"patience={self.patience}, start={self.start}: both must be at least 1")
+
+    def after(self, history: Sequence[Mapping[str, float]]) -> Schedule:
+        """`after_` for good once the plateau was reached, else `before`."""
+        best, idle = -inf, 0
+        for number, metrics in enumerate(history, 1):
+            value = self.sign * metrics.get(self.metric, -inf)
+            idle = 0 if value >= best + self.min_delta else idle + 1
+            best = max(best, value)
+            if number >= self.start and idle >= self.patience:
+                return Constant(self.after_)
+        return Constant(self.before)
+
+    def __call__(self, progress: float) -> float:
+        """Before any evaluation is known."""
+        return self.before
 
 
 Scheduled = float | Schedule  # a number, or one that follows progress

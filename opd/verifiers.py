@@ -269,3 +269,23 @@ def _agree_where_real(gold: Expr, answer: Expr) -> bool:
 
 class _PairTimeout(BaseException):
     """Not an Exception, so that neither sympy nor math-verify can take it for a failed comparison."""
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """Soft punishment of long answers (DAPO, 2503.14476): 0 up to limit - margin tokens, then down to -1 at the limit.
+
+    A part of the reward like the others; give it a name of its own after the reward that measures accuracy.
+    """
+
+    limit: int
+    margin: int
+    in_process: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin < self.limit:
+            raise ValueError(f"limit={self.limit}, margin={self.margin}: need 0 < margin < limit (tokens)")
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[float | None]:
+        free = self.limit - self.margin
+        return [max(-1.0, min(0.0, (free - len(rollout.token_ids)) / self.margin)) for rollout in rollouts]

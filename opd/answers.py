@@ -1,0 +1,92 @@
+"""The answers of a step and their verdicts: sampled by the student or given by the data, refilled where they teach nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import nan
+
+from transformers import PreTrainedTokenizerBase
+
+from opd import ranks
+from opd.prompts import Prompts
+from opd.records import Mean, Prompt, Reward, Rollout
+from opd.rewards import RewardStage
+from opd.students import Sampler
+
+
+class Answers:
+    """Draws this rank's share of a step's answers and has them judged."""
+
+    def __init__(
+        self, prompts: Prompts, sampler: Sampler, rewards: RewardStage, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.prompts, self.sampler, self.rewards, self.tokenizer = prompts, sampler, rewards, tokenizer
+        self.metrics: dict[str, Mean] = {}  # of all that was judged in the step
+
+    def sample(self, step: int, seed: int) -> list[Rollout]:
+        """The student's answers at weights of version `step`, and the given answers of streams that bring their own."""
+        prompts = ranks.share(self.prompts.draw(step))
+        drawn = [prompt for prompt in prompts if not self._is_given(prompt)]
+        rollouts = self.sampler.sample(drawn, self.sampler.params, seed) if drawn else []
+        return rollouts + [self._given(prompt, step) for prompt in prompts if self._is_given(prompt)]
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[Reward]:
+        """One verdict per rollout; a given answer has none."""
+        sampled = [rollout for rollout in rollouts if rollout.finish != "given"]
+        verdicts = iter(self.rewards.score(sampled))
+        self.metrics = self.rewards.metrics()
+        return [Reward(None) if rollout.finish == "given" else next(verdicts) for rollout in rollouts]
+
+    def refill(
+        self, step: int, seed: int, rollouts: Sequence[Rollout], rewards: Sequence[Reward]
+    ) -> tuple[list[Rollout], list[Reward]]:
+        """Replaces groups whose rewards do not differ by fresh prompts, `refill_rounds` times at most (DAPO, 2503.14476).
+
+        What is still without a difference after the last round stays. Streams say by `refill_rounds` whether they want
+        it; extra prompts follow from seed and step, like all others.
+        """
+        kept_rollouts, kept_rewards = list(rollouts), list(rewards)
+        for turn in range(max((stream.refill_rounds for stream in self.prompts.streams.values()), default=0)):
+            idle = self._idle_groups(kept_rollouts, kept_rewards, turn)
+            if not idle:
+                break
+            prompts = [
+                prompt
+                for name, stream in self.prompts.streams.items()
+                for prompt in self.prompts.extra(name, step, turn, sum(group[0] == name for group in idle))
+            ]
+            fresh = self.sampler.sample(prompts, self.sampler.params, seed + 1 + turn)
+            verdicts = self.rewards.score(fresh)
+            self.metrics = {name: mean + self.metrics[name] for name, mean in self.rewards.metrics().items()}
+            better = {group for group in _groups(fresh, verdicts) if group not in self._idle_groups(fresh, verdicts, 0)}
+            spared = dict.fromkeys(idle[: len(better)])
+            rows = [(r, v) for r, v in zip(kept_rollouts, kept_rewards, strict=True) if r.group not in spared]
+            rows += [(r, v) for r, v in zip(fresh, verdicts, strict=True) if r.group in better]
+            kept_rollouts, kept_rewards = [r for r, _ in rows], [v for _, v in rows]
+        return kept_rollouts, kept_rewards
+
+    def _idle_groups(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], turn: int) -> list[tuple[str, str]]:
+        return [
+            group
+            for group, values in _groups(rollouts, rewards).items()
+            if self.prompts.streams[group[0]].refill_rounds > turn and len(set(values)) < 2
+        ]
+
+    def _is_given(self, prompt: Prompt) -> bool:
+        return self.prompts.streams[prompt.stream].answers == "given"
+
+    def _given(self, prompt: Prompt, version: int) -> Rollout:
+        text = str(prompt.example.answer)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+        ids = ids[: self.sampler.params.max_tokens]
+        return Rollout(prompt, 0, ids, [nan] * len(ids), text, "given", version)
+
+
+def _groups(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> dict[tuple[str, str], list[float]]:
+    """The rewards of every group of sampled answers, in order of appearance."""
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        if rollout.finish != "given" and reward.value is not None:
+            groups[rollout.group].append(reward.value)
+    return groups
