@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
 
 from peft import LoraConfig
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from opd.config import ConfigError, TrainConfig, nearest
-from opd.losses import Need
-from opd.losses.protocol import declared_needs
 from opd.students import HFStudent
 from opd.teachers import LocalTeacher, Teacher
-from opd.terms import Term
+from opd.term_checks import TERM_RULES, kind, scores
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
 EVALS = {"eval/accuracy", "eval/kl", "eval/length", "eval/truncated"}
@@ -79,8 +76,7 @@ def _lacking(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError with every refusal found, one per line."""
     rules: list[Callable[[TrainConfig], Iterator[str]]] = [
-        _terms_exist, _teachers_exist, _needs_are_known, _needs_are_met, _credit_fits, _sampling_fits, _evaluation_fits,
-        _adapter_fits, _sizes_fit,
+        *TERM_RULES, _credit_fits, _sampling_fits, _evaluation_fits, _adapter_fits, _sizes_fit,
     ]  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems = problems or list(_vocabularies_match(config, tokenizer))
@@ -88,61 +84,14 @@ def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _terms_exist(config: TrainConfig) -> Iterator[str]:
-    if not config.loss:
-        yield "loss: no term; add one, e.g. +loss@loss.distill=reverse_kl"
-    for name, stream in config.data.streams.items():
-        for term in stream.terms or []:
-            if term not in config.loss:
-                yield f"data.streams.{name}.terms: no loss term {term!r}{nearest(term, set(config.loss), 'terms')}"
-        if stream.terms == []:
-            yield f"data.streams.{name}.terms: empty, so it would train nothing; drop the stream: ~data.streams.{name}"
-    for term in config.loss:
-        if all(stream.terms is not None and term not in stream.terms for stream in config.data.streams.values()):
-            yield f"loss.{term}: no stream trains on it; add it to a stream's terms, or drop it: ~loss.{term}"
-
-
-def _teachers_exist(config: TrainConfig) -> Iterator[str]:
-    for name, term in config.loss.items():
-        for key, teacher in (("teacher", term.teacher), ("reference", term.reference)):
-            if teacher is not None and teacher not in config.teacher:
-                there = nearest(teacher, set(config.teacher), "teachers") if config.teacher else "; there is none"
-                yield (
-                    f"loss.{name}.{key}: no teacher {teacher!r}{there}; "
-                    f"add one with +teacher@teacher.{teacher}=local teacher.{teacher}.model=..."
-                )
-        if term.teacher is None and "full_vocab" in term.loss.needs:
-            yield f"loss.{name}.teacher: missing; {_kind(term)} needs full_vocab scores: name one of your teachers"
-
-
-def _needs_are_known(config: TrainConfig) -> Iterator[str]:
-    known = set(get_args(Need))
-    for name, term in config.loss.items():
-        for need in sorted(set(term.loss.needs) - known):
-            hint = nearest(need, known, "needs")
-            yield f"loss.{name} ({_kind(term)}): its `needs` names {need!r}, which nothing provides{hint}"
-
-
-def _needs_are_met(config: TrainConfig) -> Iterator[str]:
-    for name, term in config.loss.items():
-        teacher = config.teacher.get(term.teacher or "")
-        wanted = {"full_vocab"} & set(declared_needs(term.loss))
-        if teacher is not None and not wanted <= teacher.provides:
-            yield (
-                f"loss.{name} ({_kind(term)}) needs {', '.join(sorted(wanted))} scores; teacher.{term.teacher} "
-                f"({type(teacher).__name__}) provides {', '.join(sorted(teacher.provides))}: "
-                "use another loss or teacher"
-            )
-
-
 def _credit_fits(config: TrainConfig) -> Iterator[str]:
     for name, term in config.loss.items():
         if not term.needs_advantage:
             continue
         if not config.reward:
-            yield f"loss.{name} ({_kind(term)}) needs rewards, and there is none: add e.g. +reward@reward.correct=exact"
+            yield f"loss.{name} ({kind(term)}) needs rewards, and there is none: add e.g. +reward@reward.correct=exact"
         if type(config.credit).__name__ == "NoCredit":
-            yield f"loss.{name} ({_kind(term)}) needs advantages, and credit=none gives none: use e.g. credit=grpo"
+            yield f"loss.{name} ({kind(term)}) needs advantages, and credit=none gives none: use e.g. credit=grpo"
         for stream_name, stream in config.data.streams.items():
             applies = stream.terms is None or name in stream.terms
             if applies and stream.samples < config.credit.min_group:
@@ -163,7 +112,7 @@ def _sampling_fits(config: TrainConfig) -> Iterator[str]:
                 continue
             if "sampler_logp" in term.loss.needs:
                 yield (
-                    f"data.streams.{stream_name}.answers=given: loss.{name} ({_kind(term)}) needs the probability under "
+                    f"data.streams.{stream_name}.answers=given: loss.{name} ({kind(term)}) needs the probability under "
                     f"which a token was sampled, and nobody sampled these; list other terms in "
                     f"data.streams.{stream_name}.terms"
                 )
@@ -171,10 +120,21 @@ def _sampling_fits(config: TrainConfig) -> Iterator[str]:
         yield "sampler.params.temperature=0: training needs sampled answers; use a temperature above 0"
     if params.truncates:
         for name, term in config.loss.items():
-            if "sampler_logp" in term.loss.needs:
+            corrected = term.correction is not None and "sampler_logp" in term.correction.needs
+            ratio = corrected or "sampler_logp" in term.loss.needs
+            if ratio or "sampled" in term.loss.needs:
                 yield (
-                    f"sampler.params: top_p, top_k or min_p cut the distribution, so the ratio in loss.{name} "
-                    f"({_kind(term)}) would be off by the mass that was cut; set top_p=1, top_k=0, min_p=0"
+                    f"sampler.params: top_p, top_k or min_p cut the distribution, so the "
+                    f"{'ratio' if ratio else 'estimate'} in loss.{name} ({kind(term)}) would be off by the mass that "
+                    "was cut; set top_p=1, top_k=0, min_p=0"
+                )
+    if params.temperature not in (0.0, 1.0):
+        for name, term in config.loss.items():
+            if "sampled" in term.loss.needs:
+                yield (
+                    f"sampler.params.temperature={params.temperature:g}: loss.{name} ({kind(term)}) would compare the "
+                    "student's log-probability at that temperature with the teacher's at 1, and miss the teacher; set "
+                    "temperature=1, or use a full_vocab loss"
                 )
 
 
@@ -232,7 +192,7 @@ def _sizes_fit(config: TrainConfig) -> Iterator[str]:
 def _vocabularies_match(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Compares id -> token, not sizes: two vocabularies of one size can be permuted."""
     mine = {index: token for token, index in tokenizer.get_vocab().items()}
-    used = {term.teacher for term in config.loss.values() if "full_vocab" in term.loss.needs}
+    used = {name for term in config.loss.values() if scores(term) for name in term.teachers}
     for name in sorted(name for name in used if name in config.teacher):
         theirs = {index: token for token, index in config.teacher[name].tokenizer().get_vocab().items()}
         differing = sorted(index for index in mine.keys() & theirs.keys() if mine[index] != theirs[index])
@@ -243,7 +203,3 @@ def _vocabularies_match(config: TrainConfig, tokenizer: PreTrainedTokenizerBase)
                 f"{mine.get(index)!r} for the student and {theirs.get(index)!r} for the teacher): full_vocab losses "
                 "need one vocabulary; use a teacher with the student's tokenizer"
             )
-
-
-def _kind(term: Term) -> str:
-    return type(term.loss).__name__

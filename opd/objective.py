@@ -21,7 +21,7 @@ from opd.records import Distribution, MicroBatch, TokenChunk
 from opd.terms import Term
 
 LOGP_MIN = -1e4  # nats; stands for -inf in a teacher's scores, so that products with zero stay zero
-BLOCK_ELEMENTS = 2**19  # rows * V of a block: 2 MiB in fp32, so that a block's few tensors stay in the cache
+BLOCK_ELEMENTS = 2**17  # rows * V of a block on a CPU: half a MiB in fp32, so that its few tensors stay in the cache
 OVERLAP_K = 16
 OVERLAP_SAMPLED = 2**13  # vocabularies above this size get the overlap on a sample of tokens
 
@@ -120,7 +120,7 @@ class _Pass:
         teacher_logits = {
             name: self.teacher_heads[name].logits(payload.hidden[rows]) for name, payload in self.batch.teachers.items()
         }
-        step = max(1, BLOCK_ELEMENTS // logits.shape[1])
+        step = len(logits) if logits.is_cuda else max(1, BLOCK_ELEMENTS // logits.shape[1])
         for start in range(0, len(logits), step):
             inside = slice(start, start + step)
             block = slice(rows.start + start, min(rows.start + start + step, rows.stop))
@@ -141,11 +141,11 @@ class _Pass:
         """The block's loss; replaces logits `z` [n, V] by the loss's gradient in them."""
         fields, temperature = self.batch.tokens, self.objective.temperature
         token_ids = fields.token_ids[block]
-        student_logp = torch.log_softmax(z, -1)
-        sampling_logp = student_logp if temperature == 1.0 else torch.log_softmax(z / temperature, -1)
+        student = Distribution.of_logits(z)
+        sampling = student if temperature == 1.0 else Distribution.of_logits(z / temperature)
         chunk = TokenChunk(
-            student=Distribution(student_logp),
-            token_logp=sampling_logp.gather(-1, token_ids[:, None])[:, 0],
+            student=student,
+            token_logp=_of_token(sampling, token_ids),
             token_ids=token_ids,
             sampler_logp=fields.sampler_logp[block],
             advantages=fields.advantages[block],
@@ -153,9 +153,7 @@ class _Pass:
             stop_ids=self.objective.stop_ids,
             progress=self.objective.progress,
         )
-        teachers = {
-            name: Distribution(self._teacher_logp(name, logits, block)) for name, logits in teacher_logits.items()
-        }
+        teachers = {name: self._teacher(name, logits, block) for name, logits in teacher_logits.items()}
         self._record(chunk, teachers, block)
         loss = z.new_zeros(())
         token_grad = z.new_zeros(len(z))  # d loss / d token_logp
@@ -170,16 +168,15 @@ class _Pass:
             loss += torch.where(active, coefficient * value, 0.0).sum()
             self._put(self.values, term.name, block, torch.where(active, factor * value, torch.nan))
         if bool(token_grad.any()):
-            p = chunk.student_p if temperature == 1.0 else sampling_logp.exp()
-            _add_token_gradient(z, token_grad / temperature, p, token_ids)
+            _add_token_gradient(z, token_grad / temperature, sampling.p, token_ids)
         return loss
 
-    def _teacher_logp(self, name: str, logits: Tensor, block: slice) -> Tensor:
-        """Log-probabilities [n, V]; uniform where the teacher's score is missing (the term's weight is zero there)."""
+    def _teacher(self, name: str, logits: Tensor, block: slice) -> Distribution:
+        """The teacher's distributions; uniform where its score is missing (the term's weight is zero there)."""
         present = self.batch.teachers[name].present[block]
         if not bool(present.all()):
             logits = logits.masked_fill(~present[:, None], 0.0)
-        return torch.log_softmax(logits, -1).clamp_(min=LOGP_MIN)
+        return Distribution.of_logits(logits, floor=LOGP_MIN)
 
     def _record(self, student: TokenChunk, teachers: Mapping[str, Distribution], block: slice) -> None:
         """Per-token statistics of the block."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -147,16 +146,28 @@ class Batch:
     min_version: int
 
 
-@dataclass(frozen=True)
 class Distribution:
-    """Log-probabilities over the vocabulary, fp32, and their exponentials, made once when first asked for."""
+    """Log-probabilities over the vocabulary, and their exponentials, made once when first asked for."""
 
-    logp: Tensor  # [n, V]
+    def __init__(self, logp: Tensor, p: Tensor | None = None) -> None:
+        self.logp = logp  # [n, V]
+        self._p = p
 
-    @cached_property
+    @classmethod
+    def of_logits(cls, logits: Tensor, floor: float | None = None) -> Distribution:
+        """Softmax and log-softmax of logits [n, V] with one exponential; `floor` bounds the log-probabilities."""
+        peak = logits.amax(-1, keepdim=True)
+        p = (logits - peak).exp_()
+        total = p.sum(-1, keepdim=True)
+        logp = logits - (peak + total.log())
+        return cls(logp if floor is None else logp.clamp_(min=floor), p.div_(total))
+
+    @property
     def p(self) -> Tensor:
         """Probabilities [n, V]."""
-        return self.logp.exp()
+        if self._p is None:
+            self._p = self.logp.exp()
+        return self._p
 
 
 @dataclass(frozen=True)

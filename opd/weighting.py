@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, isnan
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -89,6 +89,7 @@ class ByCorrectness:
     unjudged: float = 1.0
     threshold: float = 0.5
     needs_facts: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = True
 
     def weigh(self, rows: Sequence[Row], facts: Facts) -> list[list[float]]:
         """The row's factor on each of its tokens."""
@@ -108,6 +109,7 @@ class ByPassRate:
     b: float = 1.0
     threshold: float = 0.5
     needs_facts: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = True
 
     def weigh(self, rows: Sequence[Row], facts: Facts) -> list[list[float]]:
         """The group's factor on each token; 0 for a group without verdicts."""
@@ -136,26 +138,49 @@ class ByPerplexity:
     threshold: float = 0.5
     needs_facts: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if not self.tau > 0.0:
+            raise ValueError(f"tau={self.tau}: must be positive")
+
+    @property
+    def reads_teacher(self) -> str | None:
+        """Only for the teacher's perplexity."""
+        return self.teacher if self.of == "teacher" else None
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Only where sides are told apart."""
+        return self.side != "all"
+
     def weigh(self, rows: Sequence[Row], facts: Facts) -> list[list[float]]:
-        """The row's share on each of its tokens."""
-        name = "student/token_logp" if self.of == "student" else f"teacher/{self.teacher}/token_logp"
-        sign = 1.0 if self.of == "student" else -1.0
-        raw = [
-            exp(sign * -fact[name].mean().item() / self.tau) if row.trainable and self._counts(row) else 0.0
-            for row, fact in zip(rows, facts, strict=True)
-        ]
-        totals: dict[tuple[str, str], float] = defaultdict(float)
-        for row, value in zip(rows, raw, strict=True):
-            totals[row.rollout.group] += value
+        """The row's share on each of its tokens; 0 for a row that the teacher has not scored."""
+        scores = [self._log_weight(row, fact) for row, fact in zip(rows, facts, strict=True)]
+        groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for row, score in zip(rows, scores, strict=True):
+            if score is not None:
+                groups[row.rollout.group].append(score)
         return [
-            [value / totals[row.rollout.group] if value else 0.0] * len(row.trainable)
-            for row, value in zip(rows, raw, strict=True)
+            [0.0 if score is None else _softmax(score, groups[row.rollout.group])] * len(row.trainable)
+            for row, score in zip(rows, scores, strict=True)
         ]
+
+    def _log_weight(self, row: Row, fact: Mapping[str, Tensor]) -> float | None:
+        """log of PPL^(1/tau) or PPL^(-1/tau), log PPL being minus the mean log-probability; None for no part in it."""
+        if not row.trainable or not self._counts(row):
+            return None
+        name = "student/token_logp" if self.of == "student" else f"teacher/{self.teacher}/token_logp"
+        mean = fact[name].double().mean().item()
+        return None if isnan(mean) else (-mean if self.of == "student" else mean) / self.tau
 
     def _counts(self, row: Row) -> bool:
         if self.side == "all":
             return True
         return row.reward.value is not None and (row.reward.value >= self.threshold) == (self.side == "right")
+
+
+def _softmax(score: float, scores: Sequence[float]) -> float:
+    largest = max(scores)
+    return exp(score - largest) / sum(exp(other - largest) for other in scores)
 
 
 @dataclass(frozen=True)
@@ -175,9 +200,15 @@ class TopShare:
         if not 0.0 < self.share <= 1.0:
             raise ValueError(f"share={self.share}: must lie in (0, 1]")
 
+    @property
+    def reads_teacher(self) -> str | None:
+        """All scores but the entropy compare with the teacher."""
+        return None if self.score == "entropy" else self.teacher
+
     def weigh(self, rows: Sequence[Row], facts: Facts) -> list[list[float]]:
         """1 for kept tokens, 0 for the others."""
-        scores = [self._score(fact, *self._ranges(facts)) for fact in facts]
+        ranges = self._ranges(facts)  # once: all ranks take part
+        scores = [self._score(fact, *ranges) for fact in facts]
         everyone = torch.tensor([s for part in ranks.gather([s for row in scores for s in row]) for s in part])
         if len(everyone) == 0:
             return [[] for _ in rows]
@@ -191,16 +222,18 @@ class TopShare:
     def _range(self, facts: Facts, name: str) -> tuple[float, float]:
         if self.score != "soft_or":
             return 0.0, 1.0
-        values = [v for part in ranks.gather([v for f in facts for v in f[name].tolist()]) for v in part if v == v]
+        local = [value for fact in facts for value in _fact(fact, name).tolist()]
+        values = [value for part in ranks.gather(local) for value in part if not isnan(value)]
         return (min(values), max(values)) if values else (0.0, 1.0)
 
     def _score(self, fact: Mapping[str, Tensor], h: tuple[float, float], d: tuple[float, float]) -> list[float]:
+        entropy = _fact(fact, "student/entropy")
         if self.score == "entropy":
-            return fact["student/entropy"].tolist()
-        divergence = fact[f"teacher/{self.teacher}/kl"].nan_to_num(0.0)
+            return entropy.tolist()
+        divergence = _fact(fact, f"teacher/{self.teacher}/kl").nan_to_num(0.0)
         if self.score == "divergence":
             return divergence.tolist()
-        entropy, divergence = _scaled(fact["student/entropy"], h), _scaled(divergence, d)
+        entropy, divergence = _scaled(entropy, h), _scaled(divergence, d)
         return (entropy + divergence - entropy * divergence).tolist()
 
 
@@ -217,12 +250,18 @@ class EarlyDisagreement:
     teacher: str = "main"
     needs_facts: ClassVar[bool] = True
 
+    @property
+    def reads_teacher(self) -> str | None:
+        """The one that the student disagrees with."""
+        return self.teacher
+
     def weigh(self, rows: Sequence[Row], facts: Facts) -> list[list[float]]:
         """Factors that fall along the row from 1 + gamma; |A| = (1, 2, 3, 4) gives 1.5, 1.45, 1.35, 1.2."""
         return [self._row(fact) for fact in facts]
 
     def _row(self, fact: Mapping[str, Tensor]) -> list[float]:
-        gap = (fact[f"teacher/{self.teacher}/token_logp"] - fact["student/token_logp"]).abs().nan_to_num(0.0)
+        teacher, student = _fact(fact, f"teacher/{self.teacher}/token_logp"), _fact(fact, "student/token_logp")
+        gap = (teacher - student).abs().nan_to_num(0.0)
         before = gap.cumsum(0) - gap
         return (1.0 + self.gamma * (1.0 - before / gap.sum().clamp(min=1e-12))).tolist()
 
@@ -234,9 +273,19 @@ class TeacherConfidence:
     teacher: str = "main"
     needs_facts: ClassVar[bool] = True
 
+    @property
+    def reads_teacher(self) -> str | None:
+        """The one whose entropy counts."""
+        return self.teacher
+
     def weigh(self, rows: Sequence[Row], facts: Facts) -> list[list[float]]:
         """Factors in [0, 1]."""
-        name = f"teacher/{self.teacher}/entropy"
-        local = max((fact[name].nan_to_num(0.0).max().item() for fact in facts if len(fact[name])), default=0.0)
+        entropies = [_fact(fact, f"teacher/{self.teacher}/entropy") for fact in facts]
+        local = max((values.nan_to_num(0.0).max().item() for values in entropies if len(values)), default=0.0)
         largest = max(max(ranks.gather(local)), 1e-12)
-        return [(1.0 - fact[name].nan_to_num(largest) / largest).tolist() for fact in facts]
+        return [(1.0 - values.nan_to_num(largest) / largest).tolist() for values in entropies]
+
+
+def _fact(fact: Mapping[str, Tensor], name: str) -> Tensor:
+    """A row's values; none for a row of a micro-batch without any trainable token, of which nothing is known."""
+    return fact[name] if fact else torch.zeros(0)

@@ -1,0 +1,126 @@
+"""What can be refused of the loss terms: their teachers, corrections and weighers; see `opd.checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, get_args, runtime_checkable
+
+from opd.config import TrainConfig, nearest
+from opd.losses import Need
+from opd.losses.protocol import declared_needs
+from opd.teachers import Teacher
+from opd.terms import Term
+
+
+@runtime_checkable
+class ReadsTeacher(Protocol):
+    """Declared by weighers that read a teacher's facts, so that a run without them is refused at the start."""
+
+    @property
+    def reads_teacher(self) -> str | None:
+        """The teacher's name; None where the settings need none."""
+        ...
+
+
+@runtime_checkable
+class ReadsRewards(Protocol):
+    """Declared by weighers that read verdicts."""
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether a reward must be there."""
+        ...
+
+
+def _terms_exist(config: TrainConfig) -> Iterator[str]:
+    if not config.loss:
+        yield "loss: no term; add one, e.g. +loss@loss.distill=reverse_kl"
+    for name, stream in config.data.streams.items():
+        for term in stream.terms or []:
+            if term not in config.loss:
+                yield f"data.streams.{name}.terms: no loss term {term!r}{nearest(term, set(config.loss), 'terms')}"
+        if stream.terms == []:
+            yield f"data.streams.{name}.terms: empty, so it would train nothing; drop the stream: ~data.streams.{name}"
+    for term in config.loss:
+        if all(stream.terms is not None and term not in stream.terms for stream in config.data.streams.values()):
+            yield f"loss.{term}: no stream trains on it; add it to a stream's terms, or drop it: ~loss.{term}"
+
+
+def _teachers_exist(config: TrainConfig) -> Iterator[str]:
+    for name, term in config.loss.items():
+        for key, teacher in (("teacher", term.teacher), ("reference", term.reference)):
+            if teacher is not None and teacher not in config.teacher:
+                there = nearest(teacher, set(config.teacher), "teachers") if config.teacher else "; there is none"
+                yield (
+                    f"loss.{name}.{key}: no teacher {teacher!r}{there}; "
+                    f"add one with +teacher@teacher.{teacher}=local teacher.{teacher}.model=..."
+                )
+        lacking = {"teacher": scores(term) and term.teacher is None}
+        lacking["reference"] = "reference" in term.loss.needs and term.reference is None
+        for key in (key for key, lacks in lacking.items() if lacks):
+            asked = " and ".join(scores(term)) or "such"
+            yield f"loss.{name}.{key}: missing; {kind(term)} needs {asked} scores: name one of your teachers"
+
+
+def _needs_are_known(config: TrainConfig) -> Iterator[str]:
+    known = set(get_args(Need))
+    for name, term in config.loss.items():
+        for need in sorted(set(term.loss.needs) - known):
+            hint = nearest(need, known, "needs")
+            yield f"loss.{name} ({kind(term)}): its `needs` names {need!r}, which nothing provides{hint}"
+
+
+def _needs_are_met(config: TrainConfig) -> Iterator[str]:
+    for name, term in config.loss.items():
+        for teacher_name in term.teachers:
+            teacher = config.teacher.get(teacher_name)
+            lacking = [] if teacher is None else [need for need in scores(term) if not _provides(teacher, need)]
+            if teacher is not None and lacking:
+                yield (
+                    f"loss.{name} ({kind(term)}) needs {', '.join(lacking)} scores; teacher.{teacher_name} "
+                    f"({type(teacher).__name__}) provides {', '.join(sorted(teacher.provides))}: "
+                    "use another loss or teacher"
+                )
+
+
+def scores(term: Term) -> list[Need]:
+    """What the loss asks of its teacher, and of its reference if it has one."""
+    return [need for need in declared_needs(term.loss) if need in ("full_vocab", "sampled")]
+
+
+def _provides(teacher: Teacher, need: Need) -> bool:
+    """Who knows every token's probability knows the sampled token's."""
+    return need in teacher.provides or (need == "sampled" and "full_vocab" in teacher.provides)
+
+
+def _corrections_fit(config: TrainConfig) -> Iterator[str]:
+    for name, term in config.loss.items():
+        if term.correction is not None and term.correction.multiplies and "sampler_logp" in term.loss.needs:
+            yield (
+                f"loss.{name}.correction: {type(term.correction).__name__} multiplies by the ratio of student to "
+                f"sampler, and {kind(term)} holds it already, so that it would count twice: use a TokenMask or a "
+                "SequenceMask, or a loss without the ratio"
+            )
+
+
+def _weighers_fit(config: TrainConfig) -> Iterator[str]:
+    for name, term in config.loss.items():
+        for key, weigher in term.weigh.items():
+            where = f"loss.{name}.weigh.{key} ({type(weigher).__name__})"
+            teacher = weigher.reads_teacher if isinstance(weigher, ReadsTeacher) else None
+            if teacher is not None and teacher not in term.teachers:
+                yield (
+                    f"{where} reads the scores of teacher.{teacher}, and the term has "
+                    f"{' and '.join(term.teachers) or 'no teacher'}: set loss.{name}.weigh.{key}.teacher or "
+                    f"loss.{name}.teacher"
+                )
+            if isinstance(weigher, ReadsRewards) and weigher.reads_rewards and not config.reward:
+                yield f"{where} needs rewards, and there is none: add e.g. +reward@reward.correct=exact"
+
+
+def kind(term: Term) -> str:
+    """How messages name the loss."""
+    return type(term.loss).__name__
+
+
+TERM_RULES = (_terms_exist, _teachers_exist, _needs_are_known, _needs_are_met, _corrections_fit, _weighers_fit)
