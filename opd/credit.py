@@ -158,7 +158,8 @@ class GDPO:
         single = GRPO(deviation="population", epsilon=self.epsilon)
         total: list[float | None] = [0.0 if reward.value is not None else None for reward in rewards]
         for name in names:
-            credits = single.assign(rollouts, [Reward(part.get(name)) for part in parts])
+            known = [None if sum_ is None else part.get(name) for sum_, part in zip(total, parts, strict=True)]
+            credits = single.assign(rollouts, [Reward(value) for value in known])
             weight = self.weights.get(name, 1.0)
             total = [
                 None if sum_ is None or credit.advantage is None else sum_ + weight * credit.advantage

@@ -202,7 +202,7 @@ class Run:
 
     def _weight(self, term: Term) -> Schedule:
         weight = term.weight
-        return weight.after(self.observer.history) if isinstance(weight, Watching) else weight
+        return weight.informed_by(self.observer.history) if isinstance(weight, Watching) else weight
 
     def finish_step(
         self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[Reward], update: Mapping[str, Mean]

@@ -64,20 +64,20 @@ class Switch:
 class Watching(Protocol):
     """A schedule that follows the run's evaluations."""
 
-    def after(self, history: Sequence[Mapping[str, float]]) -> Schedule:
+    def informed_by(self, history: Sequence[Mapping[str, float]]) -> Schedule:
         """The schedule in force once these evaluations, oldest first, are known."""
         ...
 
 
 @dataclass(frozen=True)
 class SwitchOnPlateau:
-    """`before` until `metric` has not risen by `min_delta` for `patience` evaluations in a row, `after_` from there on.
+    """`before` until `metric` has not risen by `min_delta` for `patience` evaluations in a row, `after` from there on.
 
     `start` evaluations are waited for first; `sign` -1 watches a metric that should fall.
     """
 
     before: float
-    after_: float
+    after: float
     metric: str = "eval/accuracy"
     patience: int = 3
     min_delta: float = 0.01
@@ -88,15 +88,15 @@ class SwitchOnPlateau:
         if self.patience < 1 or self.start < 1:
             raise ValueError(f"patience={self.patience}, start={self.start}: both must be at least 1")
 
-    def after(self, history: Sequence[Mapping[str, float]]) -> Schedule:
-        """`after_` for good once the plateau was reached, else `before`."""
+    def informed_by(self, history: Sequence[Mapping[str, float]]) -> Schedule:
+        """`after` for good once the plateau was reached, else `before`."""
         best, idle = -inf, 0
         for number, metrics in enumerate(history, 1):
             value = self.sign * metrics.get(self.metric, -inf)
             idle = 0 if value >= best + self.min_delta else idle + 1
             best = max(best, value)
             if number >= self.start and idle >= self.patience:
-                return Constant(self.after_)
+                return Constant(self.after)
         return Constant(self.before)
 
     def __call__(self, progress: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from opd.config import TrainConfig, nearest
 from opd.losses import Need
@@ -116,6 +116,12 @@ def _weighers_fit(config: TrainConfig) -> Iterator[str]:
                 )
             if isinstance(weigher, ReadsRewards) and weigher.reads_rewards and not config.reward:
                 yield f"{where} needs rewards, and there is none: add e.g. +reward@reward.correct=exact"
+
+
+def of_samples(term: Term) -> Literal["ratio", "estimate"] | None:
+    """What in the term holds only for tokens that the student drew from its whole distribution."""
+    asked = term.loss.needs | (frozenset() if term.correction is None else term.correction.needs)
+    return "ratio" if "sampler_logp" in asked else "estimate" if "sampled" in asked else None
 
 
 def kind(term: Term) -> str:

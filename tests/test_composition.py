@@ -28,8 +28,11 @@ EXPERIMENTS = [option for option in OPTIONS if option.startswith("experiment/") 
 FRAGMENTS = {"data/addition_sources"}  # what other options have in common, no whole of its own
 COMPONENTS = [o for o in OPTIONS if not o.startswith(("experiment/", "debug/")) and o not in FRAGMENTS]
 NAMED = ("loss", "teacher", "reward")  # groups whose options are added under a name
+GROUPS = ["credit=grpo", "data.streams.main.samples=4"]
+REFERENCE = ["+teacher@teacher.reference=local", "teacher.reference.model=${teacher.main.model}"]
 MORE = {  # what an option cannot do without
-    "loss/grpo": ["credit=grpo", "data.streams.main.samples=4"],
+    **{f"loss/{name}": GROUPS for name in ("grpo", "gspo", "cispo", "sapo", "bpo", "grpo_modulated")},
+    "loss/extrapolated": REFERENCE,
     "data/addition_two_streams": ["+loss@loss.grpo=grpo", "credit=grpo"],
 }
 
@@ -73,15 +76,21 @@ def experiment(option: str, opd: list[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------ YAML and classes agree
 
 SUMS_HELD_OUT = {"data.heldout.split", "data.heldout.size", "data.max_prompt_tokens"}
+TEACHERLESS = {"cispo", "sapo", "gspo", "bpo", "grpo", "cross_entropy", "none"}
+OF_LOSSES = {path.stem for path in (CONF / "loss").glob("*.yaml")} - TEACHERLESS  # their teacher is `main`
 DELIBERATE = {  # YAML defaults that differ from the class's on purpose: option -> keys
+    **{f"loss/{name}": {"loss.x.teacher"} for name in OF_LOSSES},
+    "loss/bpo": {"loss.x.aggregation"},
+    "loss/gspo": {"loss.x.aggregation"},
+    "loss/extrapolated": {"loss.x.teacher", "loss.x.reference"},
+    "loss/topk_renormalised": {"loss.x.teacher", "loss.x.rest"},
+    "credit/dr_grpo": {"credit.deviation"},
+    "credit/reinforce_pp_baseline": {"credit.group_baseline"},
     "data/addition": SUMS_HELD_OUT,
     "data/addition_groups": SUMS_HELD_OUT | {"data.streams.main.samples"},
     "data/addition_two_streams": SUMS_HELD_OUT
     | {"data.streams.distill.terms", "data.streams.reward.terms", "data.streams.reward.samples"},
     "eval/none": {"eval.every", "eval.problems", "eval.teacher"},
-    "loss/forward_kl": {"loss.x.teacher"},
-    "loss/jsd": {"loss.x.teacher"},
-    "loss/reverse_kl": {"loss.x.teacher"},
     "loss/reverse_kl_floored": {"loss.x.teacher", "loss.x.floor"},
 }
 SET_BY_THE_TEST = {"loss.distill.teacher", "data.train.size", "data.heldout.size"}

@@ -63,7 +63,7 @@ def test_a_misspelt_key_option_or_group_is_answered_with_the_nearest(
 
 def test_a_misspelt_option_of_a_named_term() -> None:
     message = explained("loss@loss.distill=revrse_kl", "experiment=quickstart")
-    assert message == "loss/revrse_kl: no such option; did you mean reverse_kl or reverse_kl_floored or forward_kl?"
+    assert message.startswith("loss/revrse_kl: no such option; did you mean reverse_kl or ")
 
 
 def test_misspelt_keys_are_listed_together(opd: list[str]) -> None:

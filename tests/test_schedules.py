@@ -39,13 +39,13 @@ def accuracies(*values: float) -> list[dict[str, float]]:
     ],
 )
 def test_switch_on_a_plateau(history: tuple[float, ...], value: float) -> None:
-    assert SwitchOnPlateau(1.0, 0.0, patience=3).after(accuracies(*history))(0.5) == value
+    assert SwitchOnPlateau(1.0, 0.0, patience=3).informed_by(accuracies(*history))(0.5) == value
 
 
 def test_a_falling_metric_and_a_late_start() -> None:
     falling = [{"eval/kl": value} for value in (2.0, 1.0, 1.0, 1.0)]
-    assert SwitchOnPlateau(1.0, 0.0, metric="eval/kl", sign=-1.0, patience=2).after(falling)(0.0) == 0.0
-    assert SwitchOnPlateau(1.0, 0.0, metric="eval/kl", sign=-1.0, patience=2, start=9).after(falling)(0.0) == 1.0
+    assert SwitchOnPlateau(1.0, 0.0, metric="eval/kl", sign=-1.0, patience=2).informed_by(falling)(0.0) == 0.0
+    assert SwitchOnPlateau(1.0, 0.0, metric="eval/kl", sign=-1.0, patience=2, start=9).informed_by(falling)(0.0) == 1.0
 
 
 @pytest.mark.parametrize("bad", [{"begin": 0.5, "until": 0.5}, {"begin": -0.1}, {"until": 1.1}])

@@ -1,7 +1,7 @@
 """Trains the demo's three models from scratch and writes them: `python -m opd.demo.recipe DIR`, a few CPU minutes.
 
-`DIR/teacher` is right almost always, `DIR/weak_teacher` about four times in five, `DIR/student` less than once in three.
-The two unfinished models stop at a set accuracy on fresh training problems: one that rises this fast depends on
+`DIR/teacher` is right almost always, `DIR/weak_teacher` about four times in five, `DIR/student` less than one time
+in three. The two unfinished models stop at a set accuracy on fresh training problems: one that rises this fast depends on
 the machine's rounding if it is stopped at a set step.
 """
 
@@ -147,7 +147,8 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> None:
     model.generation_config = GenerationConfig(
         eos_token_id=TOKEN_IDS[STOP], pad_token_id=TOKEN_IDS[PAD], do_sample=True, temperature=1.0
     )
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16()
+    model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
 
@@ -160,7 +161,8 @@ def main() -> None:
     for plan in PLANS:
         save(train(plan), folder / plan.name)
         model = Qwen3ForCausalLM.from_pretrained(folder / plan.name, dtype=torch.float32)
-        print(f"{plan.name}: {greedy_accuracy(model, Addition('test', size=1024)):.3f} of 1024 held-out problems, greedy")
+        accuracy = greedy_accuracy(model, Addition("test", size=1024))
+        print(f"{plan.name}: {accuracy:.3f} of 1024 held-out problems, greedy")
 
 
 if __name__ == "__main__":
