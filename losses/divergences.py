@@ -1,4 +1,4 @@
-r"""Divergences between student p and teacher q over the full vocabulary, with their gradients in the student's logits z.
+r"""Divergences between student p and teacher q over the full vocabulary, with their gradients in the student's logits.
 
 With u = \partial D / \partial p, the logit gradient is  p * (u - <p, u>). Log-probabilities in a chunk are finite (the
 objective bounds them), so no product here meets 0 * inf.
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from opd.losses.protocol import Need, needs
 from opd.records import TokenChunk
-
 
 ROUNDING = 1e-7  # of probabilities in fp32
 
@@ -101,7 +100,10 @@ class JSD:
 
 @dataclass(frozen=True)
 class SkewForwardKL:
-    """KL(q || alpha q + (1 - alpha) p), bounded by -log alpha (DistiLLM, 2402.03898). Gradient with u = -(1 - alpha) q/m."""
+    """KL(q || alpha q + (1 - alpha) p), bounded by -log alpha (DistiLLM, 2402.03898).
+
+    Gradient with u = -(1 - alpha) q/m.
+    """
 
     alpha: float = 0.1
     needs: ClassVar[frozenset[Need]] = needs("full_vocab")

@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0  # exp(20) ~ 5e8: beyond it the ratio would overflow before
 
 @dataclass(frozen=True)
 class PPOClip:
-    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = student / sampler probability of the sampled token.
+    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho = student / sampler probability of the sampled token.
 
     Two bounds as in DAPO (2503.14476); `dual_clip` c > 1 bounds the loss of a token with A < 0 by c |A|. On the first
     update after sampling rho = 1 and the gradient is the plain policy gradient. Source: PPO, GRPO (2402.03300).
@@ -96,7 +96,8 @@ class SAPO:
     def __post_init__(self) -> None:
         if not 0.0 < self.tau_positive <= self.tau_negative:
             raise ValueError(
-                f"tau_positive={self.tau_positive}, tau_negative={self.tau_negative}: need 0 < tau_positive <= tau_negative"
+                f"tau_positive={self.tau_positive}, tau_negative={self.tau_negative}: "
+                "need 0 < tau_positive <= tau_negative"
             )
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
@@ -107,9 +108,9 @@ class SAPO:
 
 @dataclass(frozen=True)
 class BPO:
-    """-A M min(sg(omega), cap) log p, omega = (1 + eps - mu) / (1 + eps - p), mu the sampler's probability (2609.15987).
+    """-A M min(sg(omega), cap) log p with omega = (1 + eps - mu) / (1 + eps - p) (2609.15987).
 
-    M drops the tokens that PPO's clip would drop.
+    mu is the sampler's probability; M drops the tokens that PPO's clip would drop.
     """
 
     epsilon: float = 0.1
@@ -147,7 +148,7 @@ class TeacherModulated:
     @property
     def needs(self) -> frozenset[Need]:
         """Those of the loss, and the teacher's score of the sampled token."""
-        return self.loss.needs | {"sampled"}
+        return self.loss.needs | needs("sampled")
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""

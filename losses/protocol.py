@@ -1,7 +1,7 @@
 """What a loss is: a formula over a block of tokens, with what it needs declared beside it.
 
-A loss knows no mask, mean, rank or weight; the streaming objective applies those. A user's loss is any class (or, wrapped
-in `Formula`, any function) that maps a `TokenChunk` to `[n]` values by differentiable torch operations.
+A loss knows no mask, mean, rank or weight; the streaming objective applies those. A user's loss is any class (or,
+wrapped in `Formula`, any function) that maps a `TokenChunk` to `[n]` values by differentiable torch operations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AnalyticLoss(Loss, Protocol):
 
 @dataclass(frozen=True)
 class Formula:
-    """A plain function used as a loss: `{_target_: opd.losses.Formula, function: my_pkg.my_loss, needs: [full_vocab]}`."""
+    """A plain function as a loss: `{_target_: opd.losses.Formula, function: my_pkg.my_loss, needs: [full_vocab]}`."""
 
     function: Callable[[TokenChunk], Tensor]
     needs: frozenset[Need] = frozenset()

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from opd.losses.protocol import AnalyticLoss, Need
+from opd.losses.protocol import AnalyticLoss, Need, needs
 from opd.records import Distribution, TokenChunk
 from opd.schedules import Scheduled, at
 
@@ -96,7 +96,7 @@ class Toward:
     @property
     def needs(self) -> frozenset[Need]:
         """Those of the divergence, and of a geometric target the reference."""
-        return self.divergence.needs | ({"reference"} if isinstance(self.target, Geometric) else frozenset())
+        return self.divergence.needs | (needs("reference") if isinstance(self.target, Geometric) else needs())
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""

@@ -1,4 +1,4 @@
-"""The answers of a step and their verdicts: sampled by the student or given by the data, refilled where they teach nothing."""
+"""The answers of a step and their verdicts: sampled or given by the data, and refilled where they teach nothing."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Answers:
     def refill(
         self, step: int, seed: int, rollouts: Sequence[Rollout], rewards: Sequence[Reward]
     ) -> tuple[list[Rollout], list[Reward]]:
-        """Replaces groups whose rewards do not differ by fresh prompts, `refill_rounds` times at most (DAPO, 2503.14476).
+        """Replaces groups whose rewards do not differ by fresh prompts, `refill_rounds` times at most.
 
-        What is still without a difference after the last round stays. Streams say by `refill_rounds` whether they want
-        it; extra prompts follow from seed and step, like all others.
+        DAPO's dynamic sampling (2503.14476). What is still without a difference after the last round stays. Streams say
+        by `refill_rounds` whether they want it; extra prompts follow from seed and step, like all others.
         """
         kept_rollouts, kept_rewards = list(rollouts), list(rewards)
         for turn in range(max((stream.refill_rounds for stream in self.prompts.streams.values()), default=0)):

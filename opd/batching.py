@@ -55,16 +55,21 @@ def trains(row: Row, term: Term) -> bool:
 
 
 def term_factors(rows: Sequence[Row], term: Term, facts: Facts) -> Factors:
-    """Every trainable token's factor under the term: the product of its weighers', 0 where the term does not apply."""
+    """Every trainable token's factor under the term: the product of its weighers', 0 where the term does not apply.
+
+    Weighers see all rows of the term's streams and no others: a group is whole, and a share is of the term's tokens.
+    """
     factors = [[float(trains(row, term))] * len(row.trainable) for row in rows]
+    seen = [index for index, row in enumerate(rows) if term.name in row.terms]
     for weigher in term.weigh.values():
-        given = weigher.weigh(rows, facts)
-        factors = [[a * b for a, b in zip(mine, theirs, strict=True)] for mine, theirs in zip(factors, given, strict=True)]
+        given = weigher.weigh([rows[index] for index in seen], [facts[index] for index in seen] if facts else ())
+        for index, theirs in zip(seen, given, strict=True):
+            factors[index] = [a * b for a, b in zip(factors[index], theirs, strict=True)]
     return factors
 
 
 def _global_counts(factors: Mapping[str, Factors], terms: Sequence[Term]) -> dict[str, float]:
-    """Each term's denominator over all ranks: tokens, rows, or rows times a constant; those of factor 0 do not count."""
+    """Each term's denominator over all ranks: tokens, rows, or rows times a constant; factor 0 does not count."""
     local = {}
     for term in terms:
         tokens = [sum(factor != 0 for factor in row) for row in factors[term.name]]

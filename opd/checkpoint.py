@@ -42,8 +42,8 @@ class Checkpoints:
     def of_run(cls, run_dir: Path) -> Checkpoints:
         """The checkpoints of a run folder, under the settings it was run with."""
         saved = run_dir / "config.yaml"
-        settings = OmegaConf.to_container(OmegaConf.load(saved))["checkpoint"] if saved.exists() else {}
-        return cls(run_dir, CheckpointConfig(**settings))
+        settings = OmegaConf.load(saved).checkpoint if saved.exists() else {}
+        return cls(run_dir, CheckpointConfig(**{str(key): value for key, value in settings.items()}))
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
         """Writes one checkpoint; all ranks call. `write(folder)` puts the engine's state and the weights there.

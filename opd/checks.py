@@ -77,7 +77,8 @@ def _lacking(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError with every refusal found, one per line."""
     rules: list[Callable[[TrainConfig], Iterator[str]]] = [
-        *TERM_RULES, _credit_fits, _credit_knows_its_rewards, _sampling_fits, _evaluation_fits, _adapter_fits, _sizes_fit,
+        *TERM_RULES, _credit_fits, _credit_knows_its_rewards, _sampling_fits, _evaluation_fits, _adapter_fits,
+        _sizes_fit,
     ]  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems = problems or list(_vocabularies_match(config, tokenizer))

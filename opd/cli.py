@@ -104,6 +104,7 @@ def _eval(argv: list[str]) -> int:
     from opd.commands import eval_config
 
     cfg = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist([a for a in argv if "=" in a]))
+    assert isinstance(cfg, DictConfig), "a run's configuration is a mapping"
     cfg.run_dir = folders[0]
     return eval_config(cfg)
 

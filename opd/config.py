@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from types import FunctionType, NoneType, UnionType
@@ -154,7 +155,7 @@ def _build_named(node: Mapping[str, Any], wrapper: type, path: str) -> Any:
     return wrapper(name=path.rpartition(".")[2], **{inner: value}, **built)
 
 
-def _construct(target: Any, node: Mapping[str, Any], path: str, extra: set[str] = frozenset()) -> Any:
+def _construct(target: Any, node: Mapping[str, Any], path: str, extra: AbstractSet[str] = frozenset()) -> Any:
     """Builds a class; binds a function, or a class marked `_partial_`, to the keys given."""
     keys = {key: value for key, value in node.items() if key not in ("_target_", "_partial_")}
     partial = bool(node.get("_partial_")) or isinstance(target, FunctionType)

@@ -41,8 +41,8 @@ class NoCredit:
 class GRPO:
     """A = (r - group mean) / (group deviation + epsilon), over the samples of a prompt that have a reward (2402.03300).
 
-    `deviation`: `population` (divides by G), `sample` (divides by G - 1) or `none` (Dr. GRPO, 2503.20783). Equal rewards
-    and groups of one give exactly 0; `epsilon` is added here and nowhere else.
+    `deviation`: `population` (divides by G), `sample` (divides by G - 1) or `none` (Dr. GRPO, 2503.20783). Equal
+    rewards and groups of one give exactly 0; `epsilon` is added here and nowhere else.
     """
 
     deviation: Literal["population", "sample", "none"] = "population"

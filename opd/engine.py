@@ -123,7 +123,7 @@ class Engine:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
             model=self.module,
-            model_parameters=trained,
+            model_parameters=trained,  # pyright: ignore[reportArgumentType]: a list is what DeepSpeed documents
             optimizer=config.optimizer(trained),
             lr_scheduler=config.scheduler,
             config=config.settings(dtype),
@@ -133,7 +133,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """Where the student runs."""
-        return self.deepspeed.device
+        return next(self.module.parameters()).device
 
     def update(self, batch: Batch, objective: Objective, heads: Mapping[str, Head]) -> dict[str, Mean]:
         """One optimizer step on the batch; its metrics over this rank's share.
@@ -146,17 +146,17 @@ class Engine:
         if not any(batch.term_counts.values()):
             return {"update/skipped": Mean(1.0, 1.0)}
         outcomes: list[tuple[MicroBatch, Outcome]] = []
-        for number, micro_batch in enumerate(batch.micro_batches):
-            last = number == len(batch.micro_batches) - 1
-            self.deepspeed.set_gradient_accumulation_boundary(last)
+        for number, micro_batch in enumerate(batch.micro_batches, 1):
+            if number > 1:
+                self.deepspeed.step()  # not at a boundary: moves DeepSpeed's counters on, no more
+            self.deepspeed.set_gradient_accumulation_boundary(number == len(batch.micro_batches))
             loss, outcome = self._forward(micro_batch, objective, heads)
             outcomes.append((micro_batch, outcome))
             self.deepspeed.backward(loss * ranks.world_size())  # DeepSpeed averages over ranks; ours is a global sum
-            if last:
-                metrics = outcome_metrics(outcomes, objective)
-                self._refuse_non_finite(metrics)
-                norm, rate = self._plain_grad_norm(), self.deepspeed.get_lr()[0]  # the step moves the schedule on
-            self.deepspeed.step()
+        metrics = outcome_metrics(outcomes, objective)
+        self._refuse_non_finite(metrics)
+        norm, rate = self._plain_grad_norm(), self.deepspeed.get_lr()[0]  # the step moves the schedule on
+        self.deepspeed.step()
         return metrics | {
             "grad_norm": Mean(self._finite_norm(self.deepspeed.get_global_grad_norm() or norm), 1.0),
             "lr": Mean(rate, 1.0),

@@ -53,7 +53,7 @@ def split_model(model: nn.Module) -> tuple[nn.Module, Head]:
             f"student.lora: the head of {type(base).__name__} is a {type(layer).__name__}, not a plain linear layer; "
             "an adapter on the head is not supported: leave lm_head out of target_modules and modules_to_save"
         )
-    return base.get_decoder(), Head(layer.weight, layer.bias, **_logit_maps(base.config))
+    return base.get_decoder(), replace(Head(layer.weight, layer.bias), **_logit_maps(base.config))
 
 
 def _logit_maps(config: PreTrainedConfig) -> dict[str, float]:

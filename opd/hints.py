@@ -90,7 +90,7 @@ def _groups() -> list[str]:
 
 def _flat(node: DictConfig, prefix: str) -> list[str]:
     keys: list[str] = []
-    for key in node:
+    for key in map(str, node):
         keys.append(f"{prefix}{key}")
         if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
             child = node[key]

@@ -134,7 +134,8 @@ class Observer:
     def state(self, step: int) -> dict[str, Any]:
         """What the checkpoint of `step` must remember of this; its metrics are those measured at `step` itself."""
         wall = {"seconds": self._seconds(), "wall": dict(self.wall)}
-        return _finite({"tokens": self.tokens, **wall, "evals": self.evals, "history": self.history, "metrics": self._final_metrics(step)})
+        evals = {"evals": self.evals, "history": self.history}
+        return _finite({"tokens": self.tokens, **wall, **evals, "metrics": self._final_metrics(step)})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave."""

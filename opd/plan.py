@@ -28,11 +28,15 @@ def plan_table(run: Run) -> Table:
         table.add_row(
             f"stream {name}",
             f"{stream.prompts} prompts x {stream.samples} = {answers} answers, at most "
-            f"{answers * config.sampler.params.max_tokens} sampled tokens a step; {len(run.prompts.examples[name])} examples",
+            f"{answers * config.sampler.params.max_tokens} sampled tokens a step; "
+            f"{len(run.prompts.examples[name])} examples",
         )
     for name in config.reward:
         table.add_row(f"reward.{name}", type(config.reward[name].function).__name__)
     table.add_row("credit", type(config.credit).__name__)
-    table.add_row("held out", f"{len(run.prompts.heldout)} prompts, {config.eval.problems} used every {config.eval.every} steps")
-    table.add_row("engine", f"ZeRO {config.engine.zero_stage}, {config.student.dtype}, {config.engine.micro_batch_tokens} tokens a micro-batch")
+    held_out = f"{len(run.prompts.heldout)} prompts, {config.eval.problems} used every {config.eval.every} steps"
+    table.add_row("held out", held_out)
+    engine = config.engine
+    stage = f"ZeRO {engine.zero_stage}, {config.student.dtype}, {engine.micro_batch_tokens} tokens a micro-batch"
+    table.add_row("engine", stage)
     return table

@@ -153,7 +153,7 @@ class Prompts:
         return drawn
 
     def extra(self, stream: str, step: int, turn: int, count: int) -> list[Prompt]:
-        """`count` prompts beside those of the step, this rank's own; they follow from the seed, the step and the turn."""
+        """`count` prompts beside those of the step, this rank's own; they follow from seed, step and turn."""
         examples = self.examples[stream]
         chooser = random.Random(f"{self.seed}/{stream}/{step}/{turn}/{ranks.rank()}")
         return [
@@ -218,7 +218,7 @@ class Encoder:
 
     def _ids(self, example: Example, key: str) -> list[int]:
         if isinstance(example.prompt, str):
-            ids = self.tokenizer(example.prompt)["input_ids"]
+            ids: list[int] = self.tokenizer(example.prompt)["input_ids"]  # pyright: ignore[reportAssignmentType]
             if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not example.prompt.endswith(
                 str(self.tokenizer.eos_token)
             ):
@@ -229,8 +229,8 @@ class Encoder:
                 "to a template file, or give plain text as `prompt`"
             )
         else:
-            ids = self.tokenizer.apply_chat_template(
-                [dict(message) for message in example.prompt], add_generation_prompt=True, return_dict=False
-            )
+            chat = [dict(message) for message in example.prompt]
+            rendered: Any = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            ids = list(rendered)
         bos = self.tokenizer.bos_token_id
         return ids[1:] if len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos else ids

@@ -1,4 +1,4 @@
-"""The processes of a run: who am I, and sums over all. One process without a launcher is the same code with world size 1."""
+"""The processes of a run: who am I, and sums over all. Without a launcher: world size 1, the same code."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def merged(metrics: Mapping[str, Mean]) -> dict[str, Mean]:
     return total
 
 
-_CPU_GROUP: list[dist.ProcessGroup] = []
+_CPU_GROUP: list[Any] = []  # at most one process group
 
 
-def _cpu_group() -> dist.ProcessGroup | None:
+def _cpu_group() -> Any:
     """A gloo group for small host-side numbers, whatever back-end carries the gradients."""
     if dist.get_backend() == "gloo":
         return None

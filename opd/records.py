@@ -2,7 +2,8 @@
 
 Alignment: every per-token array has one entry per token it describes; the shift between a model's output and the token
 that it predicts is made in `opd.padding.predictor_index` and nowhere else. Lists before batching, tensors after.
-Letters: R response tokens, T padded length, B rows, N trainable tokens, n tokens of a block, V vocabulary, H hidden size.
+Letters: R response tokens, T padded length, B rows, N trainable tokens, n tokens of a block, V vocabulary, H hidden
+size.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Rollout:
     text: str
     finish: Finish
     version: int  # of the weights that sampled it
-    trainable: list[bool] = field(default_factory=list)  # [R], false on tokens the student did not choose; [] = all true
+    trainable: list[bool] = field(default_factory=list)  # [R], false where the student did not choose; [] = all true
 
     @property
     def group(self) -> tuple[str, str]:

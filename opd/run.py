@@ -54,11 +54,11 @@ class Run:
     def prepare(self) -> None:
         """Tokenizes the data and refuses what cannot work, a damaged checkpoint too; no weights are read."""
         self.tokenizer = self.config.student.tokenizer()
-        self.pad_id = self.tokenizer.pad_token_id
+        self.pad_id = int(str(self.tokenizer.pad_token_id))
         self.stop_ids = self.config.student.stop_ids(self.tokenizer)
         check(self.config, self.tokenizer)
-        ends = {teacher.tokenizer().eos_token_id for teacher in self.teachers.teachers.values()} - {None}
-        self.all_stop_ids = tuple(sorted({*self.stop_ids, *ends}))
+        ends = [teacher.tokenizer().eos_token_id for teacher in self.teachers.teachers.values()]
+        self.all_stop_ids = tuple(sorted({*self.stop_ids, *(end for end in ends if isinstance(end, int))}))
         self.prompts = Prompts(self.config.data, self.tokenizer, self.config.seed)
         self.answers = Answers(self.prompts, self.sampler, self.rewards, self.tokenizer)
         self.latest = None if self.config.resume == "never" else self.checkpoints.latest()

@@ -16,11 +16,11 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 class Term:
     """weight(progress) * sum_t w_t c_t loss_t / N, with N counted over all ranks and micro-batches of the update.
 
-    w_t is the product of the weighers' factors (`weigh`, named; a token of factor 0 is not counted), c_t the `correction`
-    for the mismatch between sampler and student.
+    w_t is the product of the weighers' factors (`weigh`, named; a token of factor 0 is not counted), c_t the
+    `correction` for the mismatch between sampler and student.
 
-    `aggregation`: `token_mean` (w = 1, N = tokens), `sequence_mean` (w = 1 / tokens of the row, N = rows; the mean of row
-    means), `constant` (w = 1, N = rows * `constant_tokens`; Dr. GRPO, 2503.20783).
+    `aggregation`: `token_mean` (w = 1, N = tokens), `sequence_mean` (w = 1 / tokens of the row, N = rows; the mean of
+    row means), `constant` (w = 1, N = rows * `constant_tokens`; Dr. GRPO, 2503.20783).
     """
 
     name: str

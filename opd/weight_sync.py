@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -29,10 +30,12 @@ def named_weights(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tenso
         if "lora_" in name or ".original_module." in name:
             continue
         layer = layers[module_name.removesuffix(".base_layer")]
-        adapted = isinstance(layer, LoraLayer) and name.endswith("base_layer.weight")
-        members = list(layer.parameters()) if adapted else [parameter]
-        with gather(members):
-            yield hf_name(name), _merged(layer, parameter) if adapted else parameter.detach()
+        if isinstance(layer, LoraLayer) and name.endswith("base_layer.weight"):
+            with gather(list(layer.parameters())):
+                yield hf_name(name), _merged(layer, parameter)
+        else:
+            with gather([parameter]):
+                yield hf_name(name), parameter.detach()
 
 
 def hf_name(name: str) -> str:
@@ -65,7 +68,7 @@ def check_adapter(model: nn.Module) -> None:
         raise ValueError(
             f"student.lora: merging {', '.join(unknown)} is not supported; use plain LoRA on linear or embedding layers"
         )
-    base = model.get_base_model()
+    base: Any = model.get_base_model()
     adapted = isinstance(base.get_input_embeddings(), LoraLayer | AuxiliaryTrainingWrapper)
     if adapted and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
@@ -74,7 +77,7 @@ def check_adapter(model: nn.Module) -> None:
         )
 
 
-def _merged(layer: LoraLayer, weight: nn.Parameter) -> Tensor:
+def _merged(layer: Any, weight: nn.Parameter) -> Tensor:
     """W + scale * B A, in fp32 whatever the dtypes; W as the layer stores it."""
     if isinstance(layer, lora.Embedding):
         down, up = layer.lora_embedding_A[ADAPTER_NAME], layer.lora_embedding_B[ADAPTER_NAME]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -22,7 +23,7 @@ from transformers import (
 
 from opd.records import Prompt, Rollout
 from opd.students.model import HFStudent
-from opd.students.sampler import SamplingParams, WeightNames, request_seed
+from opd.students.sampler import SamplingParams, WeightNames, request_seed, text_of
 
 
 @dataclass
@@ -44,11 +45,12 @@ class HFSampler:
             attn_implementation=student.attention,
             trust_remote_code=student.trust_remote_code,
         )
-        self.attach(model.to(device), tokenizer, stop_ids)
+        nn.Module.to(model, device)
+        self.attach(model, tokenizer, stop_ids)
 
     def attach(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
         """Samples from a model that is loaded already; its own generation settings (penalties and such) are dropped."""
-        self.model = model.eval()
+        self.model: Any = model.eval()
         model.generation_config = GenerationConfig()
         self.tokenizer, self.stop_ids, self.version = tokenizer, list(stop_ids), 0
         self.weights = dict(model.named_parameters(remove_duplicate=False))
@@ -94,7 +96,7 @@ class HFSampler:
             sample_index=index,
             token_ids=kept,
             logp=logp[: len(kept)],
-            text=self.tokenizer.decode(kept, skip_special_tokens=True),
+            text=text_of(self.tokenizer, kept),
             finish="length" if end is None else "stop",
             version=self.version,
         )
@@ -139,7 +141,7 @@ class _Draw(LogitsProcessor):
         self.generators = generators
         self.logp: list[Tensor] = []  # [B] of each token drawn so far
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scores [B, V] whose largest is the draw."""
         logp = torch.log_softmax(scores.float(), -1)
         noisy = logp

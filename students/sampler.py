@@ -79,6 +79,11 @@ def request_seed(seed: int, prompt: Prompt, sample_index: int) -> int:
     return int.from_bytes(digest.digest(), "big") & 0x7FFFFFFF
 
 
+def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The answer as text, without special tokens."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
 class WeightNames:
     """Checks that every sync brings the same complete set of weights."""
 

@@ -6,15 +6,21 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from opd import ranks
-from opd.records import Prompt, Rollout
+from opd.records import Finish, Prompt, Rollout
 from opd.students.model import HFStudent
-from opd.students.sampler import SamplingParams, WeightNames, request_seed
+from opd.students.sampler import SamplingParams, WeightNames, request_seed, text_of
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 @dataclass
@@ -36,7 +42,7 @@ class VLLMSampler:
     gpu_memory_utilization: float = 0.35
     max_num_seqs: int = 256
     enforce_eager: bool = False
-    engine_args: dict[str, object] = field(default_factory=dict)
+    engine_args: dict[str, Any] = field(default_factory=dict)
 
     def start(
         self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int
@@ -45,17 +51,22 @@ class VLLMSampler:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads live in this process too
         from vllm import LLM  # the import takes many seconds: only a run that samples pays for it
+        from vllm.platforms import current_platform
 
         on_gpu = torch.cuda.is_available()
-        memory = (
+        if not on_gpu:
+            current_platform.simple_compile_backend = "eager"  # else small helpers are compiled, and that needs a g++
+        settings: dict[str, Any] = (
             {"gpu_memory_utilization": self.gpu_memory_utilization}
             if on_gpu
             else {"kv_cache_memory_bytes": int(self.kv_cache_gib * 2**30)}
         )
+        if ranks.world_size() > 1:
+            settings["distributed_executor_backend"] = "external_launcher"
         self.engine = LLM(
             student.model,
             tokenizer=student.model,
-            dtype=self.dtype or student.dtype,
+            dtype=self.dtype or student.dtype,  # pyright: ignore[reportArgumentType]: vLLM checks the name
             max_model_len=max_len,
             max_num_seqs=self.max_num_seqs,
             enforce_eager=self.enforce_eager or not on_gpu,
@@ -64,8 +75,7 @@ class VLLMSampler:
             seed=0,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **({"distributed_executor_backend": "external_launcher"} if ranks.world_size() > 1 else {}),
-            **memory,
+            **settings,
             **self.engine_args,
         )
         self.tokenizer, self.stop_ids, self.version = tokenizer, list(stop_ids), 0
@@ -100,15 +110,15 @@ class VLLMSampler:
             for (prompt, index), output in zip(requests, outputs, strict=True)
         ]
 
-    def _rollout(self, prompt: Prompt, index: int, output: object) -> Rollout:
+    def _rollout(self, prompt: Prompt, index: int, output: CompletionOutput) -> Rollout:
         token_ids = list(output.token_ids)
         return Rollout(
             prompt=prompt,
             sample_index=index,
             token_ids=token_ids,
-            logp=[entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)],
-            text=self.tokenizer.decode(token_ids, skip_special_tokens=True),
-            finish={"stop": "stop", "length": "length"}.get(output.finish_reason, "aborted"),
+            logp=[entry[token].logprob for token, entry in zip(token_ids, output.logprobs or [], strict=True)],
+            text=text_of(self.tokenizer, token_ids),
+            finish=FINISH.get(output.finish_reason or "", "aborted"),
             version=self.version,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from opd.heads import Head, check_split, split_model
@@ -42,13 +43,14 @@ class LocalTeacher:
     def start(self) -> None:
         """Loads the weights, frozen."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = AutoModelForCausalLM.from_pretrained(
+        self.network = AutoModelForCausalLM.from_pretrained(
             self.model,
             dtype=getattr(torch, self.dtype),
             attn_implementation=self.attention,
             trust_remote_code=self.trust_remote_code,
-        ).to(self.device)
-        self.network = model.eval().requires_grad_(False)
+        )
+        nn.Module.to(self.network, self.device)
+        self.network.eval().requires_grad_(False)
         self._body, self._head = split_model(self.network)
         check_split(self.network, self._body, self._head, "teacher.model")
 

@@ -37,14 +37,19 @@ class Ended:
 def opd(*arguments: str) -> Ended:
     """`opd ARGUMENTS` in this process: the command line as it is, without another 15 seconds of imports."""
     out, err, before, handler = StringIO(), StringIO(), sys.argv, signal.getsignal(signal.SIGTERM)
+    hook = sys.excepthook
     sys.argv = ["opd", *arguments]
     try:
         with redirect_stdout(out), redirect_stderr(err):
             main()
     except SystemExit as ended:
         return Ended(int(ended.code or 0), out.getvalue(), err.getvalue())
+    except Exception as error:  # what Python itself does with one that nobody caught
+        with redirect_stderr(err):
+            sys.excepthook(type(error), error, error.__traceback__)
+        return Ended(1, out.getvalue(), err.getvalue())
     finally:
-        sys.argv = before
+        sys.argv, sys.excepthook = before, hook
         assert signal.getsignal(signal.SIGTERM) == handler, "the run kept the handler of SIGTERM"
     raise AssertionError("opd.cli.main leaves by SystemExit")
 

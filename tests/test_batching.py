@@ -195,7 +195,7 @@ def test_no_rows_at_all_make_an_empty_batch() -> None:
 
 def test_an_empty_answer_carries_no_weight() -> None:
     """A rollout that was aborted before its first token: it is not a row of any mean either."""
-    rows: list[Row] = [row(rollout([3], []), advantage=1.0), row(rollout([3], [4, 5]), advantage=1.0)]
+    rows = [row(rollout([3], []), advantage=1.0), row(rollout([3], [4, 5]), advantage=1.0)]
     term = replace(TERMS["pg"], aggregation="sequence_mean")
     batch = make_batch(rows, [term], {}, 100, 0)
     assert batch.term_counts == {"pg": 1.0}

@@ -396,6 +396,11 @@ REFERENCES: dict[str, dict[str, Callable[[Seen], Tensor]]] = {
             (entropy(s.q) > 0.8) * kl(lumped(s.q, best(s.q, 32)), lumped(s.p, best(s.q, 32)))
         ).mean(),
     },
+    "stable_opd": {
+        "distill": lambda s: sampled(s).mean(),
+        "anchor": lambda s: kl(s.p, s.start).mean(),
+        "gold": lambda s: -s.log_p.mean(),
+    },
     "reopold": {
         "distill": lambda s: sampled(s, s.delta.clamp(min=log(0.1 / 0.9)))[chosen(entropy(s.p), 0.2)].mean()
     },
@@ -421,6 +426,7 @@ REFERENCES: dict[str, dict[str, Callable[[Seen], Tensor]]] = {
 }
 WEIGHTS: dict[str, dict[str, Callable[[float], float]]] = {  # 1 where not said; progress t of 150 steps
     "deepseek_v4": {"distill": lambda t: 0.7, "distill_weak": lambda t: 0.3},
+    "stable_opd": {"anchor": lambda t: 0.01, "gold": lambda t: 0.1},
     "kdrl": {"distill": lambda t: 2e-3},
     "kdrl_anneal": {"distill": lambda t: max(5e-3 - 5e-5 * 150 * t, 1e-3)},
     "kdrl_masked": {"distill": lambda t: 2e-3},

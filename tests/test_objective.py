@@ -183,7 +183,8 @@ def test_scores_of_masked_tokens_never_reach_the_gradient(loss: object) -> None:
                         present=torch.tensor([True, False]))  # fmt: skip
     hidden = student.clone().requires_grad_()
     eye = Head(torch.eye(3))
-    value, outcome = streamed_loss(hidden, eye, batch, {"main": eye}, Objective([Term("kl", loss, teacher="main")], {"kl": 1.0}, 3))
+    goal = Objective([Term("kl", loss, teacher="main")], {"kl": 1.0}, 3)
+    value, outcome = streamed_loss(hidden, eye, batch, {"main": eye}, goal)
     value.backward()
     assert torch.isfinite(value)
     assert torch.isfinite(hidden.grad).all()

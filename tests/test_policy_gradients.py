@@ -102,7 +102,8 @@ def test_bpo_drops_what_ppo_clips() -> None:
 
 def test_gspo_uses_the_ratio_of_the_row() -> None:
     """Row ratio 1.0003 inside [1 - 3e-4, 1 + 4e-4]: slope -A s; 1.001 beyond it: clipped for A > 0, not for A < 0."""
-    chunk = replace(tokens([3.0, 3.0, 3.0], [1.0, 1.0, -1.0]), row_log_ratio=torch.tensor([1.0003, 1.001, 1.001]).double().log())
+    rows = torch.tensor([1.0003, 1.001, 1.001], dtype=torch.float64).log()
+    chunk = replace(tokens([3.0, 3.0, 3.0], [1.0, 1.0, -1.0]), row_log_ratio=rows)
     assert slope(GSPO(), chunk) == pytest.approx([-1.0003, 0.0, 1.001], abs=1e-6)
 
 

@@ -79,7 +79,7 @@ def test_known_gradients() -> None:
     corrected = TruncatedReverseKL(k=2).value_and_grad(chunk_of(P, Q))[1][0]
     assert corrected.tolist() == pytest.approx([0.125548, -0.132615, -0.005488, 0.012555], abs=1e-6)
     raw = TruncatedReverseKL(k=2, **RAW).value_and_grad(chunk_of(Q, Q))[1][0]
-    assert raw.tolist() == pytest.approx([-0.08, 0.12, 0.04, -0.08], abs=1e-9)  # not zero: not the teacher's fixed point
+    assert raw.tolist() == pytest.approx([-0.08, 0.12, 0.04, -0.08], abs=1e-9)  # not zero
 
 
 FIXED = [
@@ -103,7 +103,8 @@ def test_teacher_equal_to_student_is_a_fixed_point(loss: AnalyticLoss) -> None:
 
 def sets(p: Tensor, q: Tensor, k: int, of: str) -> list[int]:
     student, teacher = (set(x.topk(min(k, len(x))).indices.tolist()) for x in (p, q))
-    return sorted({"student": student, "teacher": teacher, "union": student | teacher, "intersection": student & teacher}[of])
+    either, both = student | teacher, student & teacher
+    return sorted({"student": student, "teacher": teacher, "union": either, "intersection": both}[of])
 
 
 @pytest.mark.parametrize("of", ["teacher", "student", "union", "intersection"])
@@ -144,7 +145,8 @@ def test_head_and_sampled_tail_are_unbiased() -> None:
     """Over all tokens the student may draw, value and gradient average to the full divergence's."""
     loss, full = TruncatedReverseKL(k=2, rest="sampled"), ReverseKL().value_and_grad(chunk_of(P, Q))
     drawn = [loss.value_and_grad(chunk_of(P, Q, token=token)) for token in range(4)]
-    assert sum(p * value.item() for p, (value, _) in zip(P, drawn, strict=True)) == pytest.approx(full[0].item(), abs=1e-9)
+    value = sum(p * value.item() for p, (value, _) in zip(P, drawn, strict=True))
+    assert value == pytest.approx(full[0].item(), abs=1e-9)
     mean = sum(p * grad for p, (_, grad) in zip(P, drawn, strict=True))
     assert torch.allclose(mean, full[1], atol=1e-9)
 
@@ -184,7 +186,8 @@ def test_temperature_of_the_divergence(loss: AnalyticLoss, temperature: float) -
 )
 def test_geometric_target(lam: float, target: list[float]) -> None:
     """q^lam r^(1 - lam) of q = (.5, .3, .2), r = (.2, .3, .5)."""
-    chunk = replace(chunk_of(P[:3], [0.5, 0.3, 0.2]), reference=Distribution(torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64).log()))
+    reference = Distribution(torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64).log())
+    chunk = replace(chunk_of(P[:3], [0.5, 0.3, 0.2]), reference=reference)
     assert Geometric(lam).logp(chunk).exp()[0].tolist() == pytest.approx(target, abs=1e-4)
     loss = Toward(ReverseKL(), Geometric(lam))
     assert "reference" in loss.needs
@@ -213,7 +216,7 @@ def test_a_scheduled_parameter_follows_progress() -> None:
 
 
 def test_stop_ids_of_both_models_are_one_token() -> None:
-    """Student stops with id 2, teacher with id 3: apart the divergence is large, as one class (.5, .3, .2) it is zero."""
+    """Student stops with id 2, teacher with 3: apart the divergence is large, as one class (.5, .3, .2) it is zero."""
     p, q = [0.5, 0.3, 0.199, 0.001], [0.5, 0.3, 0.001, 0.199]
     chunk = replace(chunk_of(p, q), stop_ids=(2, 3))
     assert ReverseKL()(chunk).item() > 1.0

@@ -269,6 +269,21 @@ def test_factors_multiply_and_zeros_leave_the_count() -> None:
     assert micro_batch.term_weights["x"].tolist() == [1.0, 0.0, 0.0, 0.25, 0.0]  # the longer row stands first
 
 
+def test_a_share_is_of_the_tokens_of_the_term_s_own_streams() -> None:
+    """Half of (.1, .2), not of (.1, .2, .8, .9): the other stream's tokens are the likelier ones to be kept."""
+    elsewhere = replace(row([4, 5]), terms=frozenset({"y"}))
+    term = Term("x", CrossEntropy(), weigh={"top": TopShare(0.5)})
+    given = facts(student_entropy=[[0.8, 0.9], [0.1, 0.2]])
+    assert term_factors([elsewhere, row([4, 5])], term, given) == [[0.0, 0.0], [0.0, 1.0]]
+
+
+def test_a_pass_rate_counts_siblings_whose_score_is_missing() -> None:
+    """One right of two: 1/2 * 1/2, though the wrong one stays out of the term."""
+    unscored = replace(row(reward=0.0), scores={"main": None})
+    term = Term("x", ReverseKL(), teacher="main", weigh={"pass": ByPassRate()})
+    assert term_factors([row(reward=1.0), unscored], term, ()) == [[0.25], [0.0]]
+
+
 def test_a_missing_score_leaves_the_term_whatever_the_weigher_says() -> None:
     unscored = replace(row([4, 5]), scores={"main": None})
     term = Term("x", ReverseKL(), teacher="main", weigh={"ppl": ByPerplexity(of="teacher")})

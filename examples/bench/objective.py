@@ -68,7 +68,9 @@ def streamed(problem: Problem, with_grpo: bool = False) -> None:
     batch = MicroBatch(
         input_ids=torch.zeros(1, 1, dtype=torch.long),
         attention_mask=torch.ones(1, 1, dtype=torch.long),
-        tokens=TokenFields(torch.arange(tokens), problem[4], torch.full((tokens,), -10.0), torch.ones(tokens), torch.zeros(tokens)),
+        tokens=TokenFields(
+            torch.arange(tokens), problem[4], torch.full((tokens,), -10.0), torch.ones(tokens), torch.zeros(tokens)
+        ),
         term_weights={term.name: weight for term in terms},
         teachers={"main": TeacherPayload(problem[2], torch.ones(tokens, dtype=torch.bool))},
         rows=1,

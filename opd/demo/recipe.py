@@ -1,8 +1,8 @@
 """Trains the demo's three models from scratch and writes them: `python -m opd.demo.recipe DIR`, a few CPU minutes.
 
 `DIR/teacher` is right almost always, `DIR/weak_teacher` about four times in five, `DIR/student` less than one time
-in three. The two unfinished models stop at a set accuracy on fresh training problems: one that rises this fast depends on
-the machine's rounding if it is stopped at a set step.
+in three. The two unfinished models stop at a set accuracy on fresh training problems: one that rises this fast
+depends on the machine's rounding if it is stopped at a set step.
 """
 
 from __future__ import annotations
