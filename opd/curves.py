@@ -95,8 +95,12 @@ def draw_accuracy(axes: Axes, runs: list[RunLog]) -> None:
 
 
 def draw_lines(axes: Axes, lines: Mapping[str, Series]) -> None:
-    """Each metric's running mean, the values themselves pale behind it, crosses below where they are not finite."""
-    for index, (label, values) in enumerate(lines.items()):
+    """Each metric's running mean, the values themselves pale behind it, crosses below where they are not finite.
+
+    A metric that was zero throughout is left out where there are others.
+    """
+    shown = {label: values for label, values in lines.items() if any(values.values())} or lines
+    for index, (label, values) in enumerate(shown.items()):
         line, steps, raw = _line(index), np.array(list(values)), np.array(list(values.values()), dtype=float)
         if len(raw) >= 2 * BINS:
             axes.plot(steps, raw, color=line["color"], alpha=0.25, linewidth=1)

@@ -12,7 +12,6 @@ def train(run: Run) -> None:
             rollouts = run.answers.sample(step, run.step_seed(step))
         with run.stage("reward"):
             rewards = run.answers.judge(rollouts)
-        with run.stage("refill"):
             rollouts, rewards = run.answers.refill(step, run.step_seed(step), rollouts, rewards)
         with run.stage("score"):
             scores = run.teachers.score(rollouts)

@@ -24,7 +24,7 @@ from opd.loggers import Jsonl, Logger, forget_after
 from opd.progress import Progress
 from opd.records import Reward, Rollout
 
-STAGES = ("sample", "reward", "refill", "score", "update", "sync", "eval", "checkpoint")
+STAGES = ("sample", "reward", "score", "update", "sync", "eval", "checkpoint")
 SAMPLES, SAMPLES_KEPT = "samples.jsonl", 8
 
 
