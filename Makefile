@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 
-.PHONY: help venv quickstart hybrid smollm2 test test-all lint typecheck bench demo-models clean
+.PHONY: help venv quickstart hybrid smollm2 test test-all lint typecheck bench bench-estimators demo-models clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ typecheck: venv  ## pyright, on the wheel as a user would install it
 
 bench: venv  ## time and peak memory of the objective, against naive code and the floor
 	$(PY) examples/bench/objective.py $(ARGS)
+
+bench-estimators: venv  ## bias and noise of full, top-k and sampled-token gradients on the demo task
+	$(PY) examples/bench/estimators.py $(ARGS)
 
 demo-models: venv  ## train the models of opd/demo/models again, some minutes
 	$(PY) -m opd.demo.recipe opd/demo/models

@@ -54,7 +54,9 @@ class Run:
     def prepare(self) -> None:
         """Tokenizes the data and refuses what cannot work, a damaged checkpoint too; no weights are read."""
         self.tokenizer = self.config.student.tokenizer()
-        self.pad_id = int(str(self.tokenizer.pad_token_id))
+        pad_id = self.tokenizer.pad_token_id
+        assert isinstance(pad_id, int), "a student's tokenizer always has a padding token"
+        self.pad_id = pad_id
         self.stop_ids = self.config.student.stop_ids(self.tokenizer)
         check(self.config, self.tokenizer)
         ends = [teacher.tokenizer().eos_token_id for teacher in self.teachers.teachers.values()]
@@ -108,10 +110,17 @@ class Run:
             self.evaluate()
 
     def _shared_vocabulary(self) -> int:
-        """The ids that student and teachers share: heads may be padded to different widths."""
-        widths = [self.engine.module.vocab_size]
-        widths += [len(teacher.head().weight) for teacher in self.teachers.teachers.values()]
-        return min(widths)
+        """The ids that student and teachers share: heads may be padded to different widths.
+
+        Raises:
+            ValueError: a teacher's head does not reach all tokens of the student.
+        """
+        widths = {"student": self.engine.module.vocab_size}
+        widths |= {f"teacher.{name}": len(teacher.head().weight) for name, teacher in self.teachers.teachers.items()}
+        narrowest, last = min(widths, key=lambda name: widths[name]), max(self.tokenizer.get_vocab().values())
+        if widths[narrowest] <= last:
+            raise ValueError(f"{narrowest}.model: its head has {widths[narrowest]} rows, the tokenizer ids up to {last}")
+        return widths[narrowest]
 
     def remaining_steps(self) -> Iterator[int]:
         """Numbers of the steps still to do; ends early after `stop_after` of them, or on SIGTERM."""
