@@ -7,7 +7,7 @@ PY := $(BIN)/python
 .PHONY: help venv quickstart hybrid smollm2 test test-all lint typecheck bench bench-estimators demo-models clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 venv:  ## the environment .venv, which the targets below make first; PYTHON=… chooses the interpreter
 	@bash .ci/make-venv $(VENV)

@@ -119,7 +119,8 @@ class Run:
         widths |= {f"teacher.{name}": len(teacher.head().weight) for name, teacher in self.teachers.teachers.items()}
         narrowest, last = min(widths, key=lambda name: widths[name]), max(self.tokenizer.get_vocab().values())
         if widths[narrowest] <= last:
-            raise ValueError(f"{narrowest}.model: its head has {widths[narrowest]} rows, the tokenizer ids up to {last}")
+            rows = widths[narrowest]
+            raise ValueError(f"{narrowest}.model: its head has {rows} rows, the tokenizer ids up to {last}")
         return widths[narrowest]
 
     def remaining_steps(self) -> Iterator[int]:

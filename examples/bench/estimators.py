@@ -3,8 +3,8 @@
     python examples/bench/estimators.py [experiment=quickstart] [draws=24] [key=value ...]
 
 The run is composed as `opd train` would, and stays at its start weights. Every draw samples fresh answers to the same
-prompts and takes the gradient in all weights of each term alone. Printed per estimator, against the mean gradient of the
-full reverse KL over all draws: the relative distance of its own mean (bias, with what is left of the noise), its noise
+prompts and takes the gradient in all weights of each term alone. Printed per estimator, against the mean gradient of
+the full reverse KL over all draws: the relative distance of its own mean (bias, with what is left of the noise), its noise
 over signal per draw, and the cosine of its mean with that of the reward's policy gradient.
 """
 
@@ -83,8 +83,8 @@ def summary(found: Mapping[str, Tensor]) -> Table:
         distance = ((mean - reference).norm() / reference.norm()).item()
         noise = ((draws - mean).square().sum(1).mean().sqrt() / mean.norm()).item()
         cosine = torch.cosine_similarity(mean, reward, dim=0).item()
-        is_reward = name == "the reward's policy gradient"
-        table.add_row(name, "" if is_reward else f"{distance:.2f}", f"{noise:.2f}", "" if is_reward else f"{cosine:+.2f}")
+        compared = ("", "") if name.startswith("the reward") else (f"{distance:.2f}", f"{cosine:+.2f}")
+        table.add_row(name, compared[0], f"{noise:.2f}", compared[1])
     return table
 
 
