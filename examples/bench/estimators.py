@@ -4,8 +4,8 @@
 
 The run is composed as `opd train` would, and stays at its start weights. Every draw samples fresh answers to the same
 prompts and takes the gradient in all weights of each term alone. Printed per estimator, against the mean gradient of
-the full reverse KL over all draws: the relative distance of its own mean (bias, with what is left of the noise), its noise
-over signal per draw, and the cosine of its mean with that of the reward's policy gradient.
+the full reverse KL over all draws: the relative distance of its own mean (bias, with what is left of the noise), its
+noise over signal per draw, and the cosine of its mean with that of the reward's policy gradient.
 """
 
 from __future__ import annotations
