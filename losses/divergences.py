@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opd.losses.protocol import Need, needs
 from opd.records import TokenChunk
+from opd.schedules import Scheduled, at
 
 ROUNDING = 1e-7  # of probabilities in fp32
 
@@ -73,11 +74,11 @@ class JSD:
     convention of GKD (2306.13649). Bounded by ln 2 at beta = 1/2. Gradient with u = (1 - beta) log(p / m).
     """
 
-    beta: float = 0.5
+    beta: Scheduled = 0.5
     needs: ClassVar[frozenset[Need]] = needs("full_vocab")
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.beta <= 1.0:
+        if isinstance(self.beta, float) and not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta={self.beta}: must lie in [0, 1] (0 = forward KL, 1 = reverse KL)")
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
@@ -86,15 +87,16 @@ class JSD:
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
-        if self.beta == 0.0:
+        beta = at(self.beta, chunk.progress)
+        if beta == 0.0:
             return ForwardKL().value_and_grad(chunk)
-        if self.beta == 1.0:
+        if beta == 1.0:
             return ReverseKL().value_and_grad(chunk)
         student_logp, (teacher_logp, q), p = chunk.student_logp, _teacher(chunk), chunk.student_p
-        mixture_logp = torch.logaddexp(teacher_logp + log(self.beta), student_logp + log(1.0 - self.beta))
-        u = (student_logp - mixture_logp).mul_(1.0 - self.beta)
+        mixture_logp = _mixture(teacher_logp, student_logp, beta)
+        u = (student_logp - mixture_logp).mul_(1.0 - beta)
         student_part = _dot(p, u)
-        value = student_part + self.beta * _dot(q, teacher_logp - mixture_logp)
+        value = student_part + beta * _dot(q, teacher_logp - mixture_logp)
         return value, u.sub_(student_part[:, None]).mul_(p)
 
 
@@ -105,7 +107,7 @@ class SkewForwardKL:
     Gradient with u = -(1 - alpha) q/m.
     """
 
-    alpha: float = 0.1
+    alpha: Scheduled = 0.1
     needs: ClassVar[frozenset[Need]] = needs("full_vocab")
 
     def __post_init__(self) -> None:
@@ -118,8 +120,9 @@ class SkewForwardKL:
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
         (teacher_logp, q), p = _teacher(chunk), chunk.student_p
-        mixture_logp = _mixture(teacher_logp, chunk.student_logp, self.alpha)
-        u = (teacher_logp - mixture_logp).exp().mul_(self.alpha - 1.0)
+        alpha = at(self.alpha, chunk.progress)
+        mixture_logp = _mixture(teacher_logp, chunk.student_logp, alpha)
+        u = (teacher_logp - mixture_logp).exp().mul_(alpha - 1.0)
         return _dot(q, teacher_logp - mixture_logp), u.sub_(_dot(p, u)[:, None]).mul_(p)
 
 
@@ -130,7 +133,7 @@ class SkewReverseKL:
     Gradient with u = log(p/m) + 1 - alpha p/m.
     """
 
-    alpha: float = 0.1
+    alpha: Scheduled = 0.1
     needs: ClassVar[frozenset[Need]] = needs("full_vocab")
 
     def __post_init__(self) -> None:
@@ -143,9 +146,10 @@ class SkewReverseKL:
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
         (teacher_logp, _), p = _teacher(chunk), chunk.student_p
-        log_ratio = chunk.student_logp - _mixture(chunk.student_logp, teacher_logp, self.alpha)
+        alpha = at(self.alpha, chunk.progress)
+        log_ratio = chunk.student_logp - _mixture(chunk.student_logp, teacher_logp, alpha)
         value = _dot(p, log_ratio)
-        u = log_ratio.exp().mul_(-self.alpha).add_(log_ratio)
+        u = log_ratio.exp().mul_(-alpha).add_(log_ratio)
         return value, u.sub_(_dot(p, u)[:, None]).mul_(p)
 
 
@@ -194,8 +198,8 @@ class TotalVariation:
         return 0.5 * gap.abs().sum(-1), u.sub_(_dot(chunk.student_p, u)[:, None]).mul_(chunk.student_p)
 
 
-def _check_alpha(alpha: float) -> None:
-    if not 0.0 < alpha < 1.0:
+def _check_alpha(alpha: Scheduled) -> None:
+    if isinstance(alpha, float) and not 0.0 < alpha < 1.0:
         raise ValueError(f"alpha={alpha}: must lie in (0, 1)")
 
 

@@ -120,13 +120,19 @@ class SampledReverseKL:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """-log p of the token: imitation of a given text (a gold answer, a teacher's answer, an observation)."""
+    """-log p of the token at temperature 1: imitation of a given text (a gold answer, a teacher's, an observation)."""
 
     needs: ClassVar[frozenset[Need]] = needs()
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""
-        return -chunk.token_logp
+        return self.value_and_grad(chunk)[0]
+
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient p - onehot [n, V]."""
+        token = chunk.token_ids[:, None]
+        grad = chunk.student_p.scatter_add(-1, token, torch.full_like(chunk.student_p[:, :1], -1.0))
+        return -chunk.student_logp.gather(-1, token)[:, 0], grad
 
 
 def _teacher_token_logp(chunk: TokenChunk) -> Tensor:

@@ -60,7 +60,8 @@ class GSPO:
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""
         assert chunk.row_log_ratio is not None, "GSPO needs the row's ratio"
-        ratio = chunk.row_log_ratio.exp() * (chunk.token_logp - chunk.token_logp.detach()).exp()
+        row_ratio = chunk.row_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = row_ratio * (chunk.token_logp - chunk.token_logp.detach()).exp()
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         return -torch.minimum(ratio * chunk.advantages, clipped * chunk.advantages)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,11 @@ class TruncatedReverseKL:
     of: Support = "teacher"
     rest: Literal["corrected", "sampled", "raw"] = "corrected"
     i_know_the_fixed_point_is_not_the_teacher: bool = False
-    needs: ClassVar[frozenset[Need]] = needs("full_vocab")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The full vocabulary; with a sampled rest also that tokens are drawn from the student itself."""
+        return needs("full_vocab") | (needs("sampled") if self.rest == "sampled" else needs())
 
     def __post_init__(self) -> None:
         if self.k < 1:

@@ -1,5 +1,5 @@
 """Divergences seen through a view: each wrapper changes the two distributions, asks the divergence inside, and carries
-its gradient back to the student's logits. Views nest.
+its gradient back to the student's logits. Views nest: `Toward` outermost, then `StopClass`, then the others.
 
 Two facts carry all of them. Lumping tokens into buckets: with b the bucket's probability and g the gradient in the
 bucket's log-odds, the logit gradient of a token v in it is g p_v / b. Renormalising over a set: the gradient inside the
@@ -29,6 +29,7 @@ class AtTemperature:
     temperature: Scheduled = 1.0
 
     def __post_init__(self) -> None:
+        _refuse_inside(self, self.divergence, Toward)
         if isinstance(self.temperature, float) and self.temperature <= 0:
             raise ValueError(f"temperature={self.temperature}: must be positive")
 
@@ -117,6 +118,9 @@ class StopClass:
 
     divergence: AnalyticLoss
 
+    def __post_init__(self) -> None:
+        _refuse_inside(self, self.divergence, Toward)
+
     @property
     def needs(self) -> frozenset[Need]:
         """Those of the divergence."""
@@ -192,6 +196,7 @@ class OnTopK:
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"k={self.k}: must be at least 1")
+        _refuse_inside(self, self.divergence, Toward, StopClass)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -255,8 +260,22 @@ def rest_of(p: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
 
 
 def _between(chunk: TokenChunk, student_logp: Tensor, teacher_logp: Tensor) -> TokenChunk:
-    """The chunk with other distributions in place of the full ones."""
-    return replace(chunk, student=Distribution(student_logp), teacher=Distribution(teacher_logp))
+    """The chunk with other distributions in place of the full ones; what spoke of the full vocabulary is gone."""
+    return replace(
+        chunk, student=Distribution(student_logp), teacher=Distribution(teacher_logp), reference=None, stop_ids=()
+    )
+
+
+def _refuse_inside(view: object, divergence: AnalyticLoss, *kinds: type) -> None:
+    """Views that read the whole vocabulary or the reference stand outside of those that change it."""
+    inner: object = divergence
+    while isinstance(inner, AtTemperature | Toward | StopClass | GatedByEntropy | OnTopK):
+        if isinstance(inner, kinds):
+            raise ValueError(
+                f"divergence: {type(inner).__name__} inside {type(view).__name__} would not see the whole vocabulary; "
+                f"nest them the other way round, {type(inner).__name__} outside"
+            )
+        inner = inner.divergence
 
 
 def _log(p: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 
 from transformers import PreTrainedTokenizerBase
@@ -23,13 +24,19 @@ class Answers:
     ) -> None:
         self.prompts, self.sampler, self.rewards, self.tokenizer = prompts, sampler, rewards, tokenizer
         self.metrics: dict[str, Mean] = {}  # of all that was judged in the step
+        self.vocab_size = len(tokenizer)  # ids below it are shared by student and teachers; set when both are loaded
+        self.sampled_tokens = 0  # in the step, the answers that were replaced included
 
     def sample(self, step: int, seed: int) -> list[Rollout]:
         """The student's answers at weights of version `step`, and the given answers of streams that bring their own."""
         prompts = ranks.share(self.prompts.draw(step))
         drawn = [prompt for prompt in prompts if not self._is_given(prompt)]
-        rollouts = self.sampler.sample(drawn, self.sampler.params, seed) if drawn else []
+        rollouts = self._draw(drawn, seed) if drawn else []
+        self.sampled_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
         return rollouts + [self._given(prompt, step) for prompt in prompts if self._is_given(prompt)]
+
+    def _draw(self, prompts: Sequence[Prompt], seed: int) -> list[Rollout]:
+        return inside_vocabulary(self.sampler.sample(prompts, self.sampler.params, seed), self.vocab_size)
 
     def judge(self, rollouts: Sequence[Rollout]) -> list[Reward]:
         """One verdict per rollout; a given answer has none."""
@@ -56,11 +63,17 @@ class Answers:
                 for name, stream in self.prompts.streams.items()
                 for prompt in self.prompts.extra(name, step, turn, sum(group[0] == name for group in idle))
             ]
-            fresh = self.sampler.sample(prompts, self.sampler.params, seed + 1 + turn)
+            fresh = self._draw(prompts, seed + 1 + turn)
+            self.sampled_tokens += sum(len(rollout.token_ids) for rollout in fresh)
             verdicts = self.rewards.score(fresh)
             self.metrics = {name: mean + self.metrics[name] for name, mean in self.rewards.metrics().items()}
-            better = {group for group in _groups(fresh, verdicts) if group not in self._idle_groups(fresh, verdicts, 0)}
-            spared = dict.fromkeys(idle[: len(better)])
+            dull = set(self._idle_groups(fresh, verdicts, 0))
+            better = [group for group in _groups(fresh, verdicts) if group not in dull]
+            spared = {
+                group
+                for name in self.prompts.streams
+                for group in [g for g in idle if g[0] == name][: sum(g[0] == name for g in better)]
+            }
             rows = [(r, v) for r, v in zip(kept_rollouts, kept_rewards, strict=True) if r.group not in spared]
             rows += [(r, v) for r, v in zip(fresh, verdicts, strict=True) if r.group in better]
             kept_rollouts, kept_rewards = [r for r, _ in rows], [v for _, v in rows]
@@ -81,6 +94,21 @@ class Answers:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         ids = ids[: self.sampler.params.max_tokens]
         return Rollout(prompt, 0, ids, [nan] * len(ids), text, "given", version)
+
+
+def inside_vocabulary(rollouts: Sequence[Rollout], vocab_size: int) -> list[Rollout]:
+    """Answers cut before the first id that student and teachers do not share, and then counted as aborted.
+
+    A student's head may be padded beyond a teacher's; such an id has no embedding there.
+    """
+    return [
+        rollout if max(rollout.token_ids, default=0) < vocab_size else _cut(rollout, vocab_size) for rollout in rollouts
+    ]
+
+
+def _cut(rollout: Rollout, vocab_size: int) -> Rollout:
+    end = next(place for place, token in enumerate(rollout.token_ids) if token >= vocab_size)
+    return replace(rollout, token_ids=rollout.token_ids[:end], logp=rollout.logp[:end], finish="aborted")
 
 
 def _groups(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> dict[tuple[str, str], list[float]]:

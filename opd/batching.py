@@ -40,8 +40,6 @@ def make_batch(
         micro_batches=[_micro_batch(group, rows, weights, teacher_widths, pad_id, facts) for group in groups],
         order=groups,
         term_counts=counts,
-        num_tokens=sum(len(row.trainable) for row in rows),
-        min_version=min((row.rollout.version for row in rows), default=0),
     )
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from omegaconf import OmegaConf
 
 from opd import ranks
 
-STATE = "state.json"
+STATE, LOCK = "state.json", ".lock"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Checkpoints:
 
     def present(self) -> list[Path]:
         """Checkpoint folders, oldest first. They bear their final names, so only damage can leave one incomplete."""
-        return sorted(self.folder.glob("step_*"))
+        return sorted(path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d{8}", path.name))
 
     def latest(self) -> Path | None:
         """The newest checkpoint.
@@ -116,11 +118,22 @@ class Checkpoints:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save` was given as state, the step, and the sizes of all files. Raises ValueError where it is missing."""
+    """What `save` was given as state, the step, and the sizes of all files.
+
+    Raises:
+        ValueError: the file is missing, cut short or otherwise damaged.
+    """
+    file = checkpoint / STATE
     try:
-        return json.loads((checkpoint / STATE).read_text())
+        state = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(_damage(checkpoint / STATE, "missing")) from error
+        raise ValueError(_damage(file, "missing")) from error
+    except ValueError as error:  # neither JSON nor text
+        raise ValueError(_damage(file, f"cut short or overwritten ({error})")) from error
+    lacking = [key for key in ("step", "metrics", "files") if not isinstance(state, dict) or key not in state]
+    if lacking:
+        raise ValueError(_damage(file, f"without {', '.join(lacking)}"))
+    return state
 
 
 def _verified(checkpoint: Path) -> Path:
@@ -139,6 +152,29 @@ def _damage(file: Path, what: str) -> str:
         f"{file}: {what}, so this checkpoint cannot be used; put the file back, remove the checkpoint's folder "
         "to go on from the one before it, or set resume=never to start anew"
     )
+
+
+def lock_run_dir(run_dir: Path) -> IO[str] | None:
+    """Claims a run folder, which it makes, for as long as the handle is open; all ranks call, rank 0 has the handle.
+
+    The claim belongs to the folder, not to its name: one that is moved aside takes it along, and a new one needs its
+    own. A process that dies by whatever cause gives it up.
+
+    Raises:
+        ValueError: another run, in this process or another on this machine, holds the folder.
+    """
+    if ranks.rank() != 0:
+        return None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handle = (run_dir / LOCK).open("a", encoding="utf-8")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        handle.close()
+        raise ValueError(
+            f"run_dir={run_dir}: another run is at work in this folder; wait until it has ended, or give another run_dir"
+        ) from error
+    return handle
 
 
 def move_aside(run_dir: Path) -> None:

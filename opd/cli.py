@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,10 +56,11 @@ def _composed(command: str, argv: list[str]) -> int:
     overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
     flags = [argument for argument in argv if argument not in overrides]
     sys.argv = [f"opd {command}", *overrides, *flags]  # Hydra's parser takes no override after `-m`
-    result = DONE
+    result, is_composed = DONE, False
 
     def task(cfg: DictConfig) -> None:
-        nonlocal result
+        nonlocal result, is_composed
+        is_composed = True
         multirun = HydraConfig.get().mode == RunMode.MULTIRUN
         result = max(result, _sweep_job(command, argv) if multirun else _on_config(command, cfg))
 
@@ -66,8 +68,8 @@ def _composed(command: str, argv: list[str]) -> int:
         hydra.main(version_base="1.3", config_path="pkg://opd.conf", config_name="train")(task)()
     except (HydraException, OmegaConfBaseException) as error:
         return refuse(explain_override(error, argv))
-    except ValueError as error:
-        if not str(error).startswith("Config group override"):
+    except (TypeError, ValueError) as error:  # Hydra's own, where a group is given a number or a list of them
+        if is_composed:
             raise
         return refuse(f"{error}; a group takes the name of an option, such as none")
     return result
@@ -95,12 +97,15 @@ def _settings(argv: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _eval(argv: list[str]) -> int:
-    folders = [argument for argument in argv if "=" not in argument and argument[0] not in "-~"]
+    folders = [argument for argument in argv if "=" not in argument and not argument.startswith(("-", "~"))]
     if not folders:
         return _composed("eval", argv)
     saved = Path(folders[0]) / "config.yaml"
     if not saved.exists():
         return refuse(f"{folders[0]}: not a run folder (no config.yaml)")
+    unread = [argument for argument in argv if argument != folders[0] and not re.match(r"[\w.@]+=", argument)]
+    if unread or argv.count(folders[0]) > 1:
+        return refuse(f"usage: opd eval RUN key=value ...; not understood: {' '.join(unread) or folders[0]}")
     from opd.commands import eval_config
 
     cfg = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist([a for a in argv if "=" in a]))

@@ -83,6 +83,12 @@ class TrainConfig:
             raise ValueError(f"stop_after={self.stop_after}: must be at least 1, or null to run all steps")
         if not self.run_dir:
             raise ValueError("run_dir: empty; name a folder")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed={self.seed}: must be at least 0 and below 2**31")
+        for key in ("loss", "teacher", "reward"):
+            dotted = [name for name in vars(self)[key] if "." in name]
+            if dotted:
+                raise ValueError(f"{key}: the name {dotted[0]!r} holds a dot, which separates keys; rename it")
 
 
 def load_config(cfg: DictConfig) -> TrainConfig:

@@ -140,7 +140,8 @@ class GDPO:
     """Every reward normalised in its group by itself, then weighted, added and whitened over the batch (2601.05242).
 
     Args:
-        weights: reward name -> weight; a reward that is not named has weight 1.
+        weights: reward name -> weight; a reward that is not named has weight 1. (A reward's own `weight` belongs to the
+            sum that is logged as its value, and plays no part here.)
         conditions: reward name -> another reward that must reach `threshold` for it to count, else it is 0.
     """
 
@@ -209,12 +210,6 @@ def _whitened(credits: Sequence[Credit], epsilon: float) -> list[Credit]:
 
 
 def informative_share(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> Mean:
-    """Share of groups whose rewards differ: the others give a reward term no gradient."""
-    groups: dict[tuple[str, str], set[float]] = {}
-    for rollout, reward in zip(rollouts, rewards, strict=True):
-        if rollout.finish == "given":
-            continue
-        seen = groups.setdefault(rollout.group, set())
-        if reward.value is not None:
-            seen.add(reward.value)
-    return Mean(float(sum(len(seen) > 1 for seen in groups.values())), float(len(groups)))
+    """Share of the judged groups whose rewards differ: the others give a reward term no gradient."""
+    groups = _by_group(rollouts, rewards)
+    return Mean(float(sum(min(group) != max(group) for group in groups.values())), float(len(groups)))

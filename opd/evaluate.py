@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opd import ranks
+from opd.answers import inside_vocabulary
 from opd.batching import make_batch
 from opd.engine import Engine
 from opd.metrics import Outcomes, statistics_metrics
@@ -66,7 +67,8 @@ class Evaluator:
         if not self.has_problems:
             return {}, []
         prompts = self.share()
-        rollouts = sampler.sample(prompts, self.config.sampling(sampler.params), EVAL_SEED) if prompts else []
+        drawn = sampler.sample(prompts, self.config.sampling(sampler.params), EVAL_SEED) if prompts else []
+        rollouts = inside_vocabulary(drawn, self.vocab_size)
         rewards = self.rewards.score(rollouts)
         metrics = self.accuracy(rewards) | self._divergence(rollouts)
         metrics["eval/length"] = Mean(float(sum(len(r.token_ids) for r in rollouts)), float(len(rollouts)))

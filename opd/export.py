@@ -62,7 +62,8 @@ def export_run(run_dir: Path, out: Path, which: str = "latest", adapter: bool = 
     """Copies the weights of a run's checkpoint to `out`: a whole model, or its adapter.
 
     Raises:
-        ValueError: no such checkpoint, `out` exists, or an adapter is asked of a run that trained all weights.
+        ValueError: no such checkpoint, `out` exists, an adapter is asked of a run that trained all weights, or the
+            model that an adapter was trained on cannot be read.
     """
     if which not in ("latest", "best"):
         raise ValueError(f"which={which}: choose latest or best")
@@ -90,6 +91,14 @@ def _merge(run_dir: Path, adapter: Path, out: Path) -> None:
     """The adapter in its base, by the same fp32 sum and in the same dtype as the sampler got it."""
     settings = OmegaConf.load(run_dir / "config.yaml").student
     student = HFStudent(settings.model, settings.dtype, trust_remote_code=settings.trust_remote_code)
-    model = PeftModel.from_pretrained(student.load(), str(adapter), autocast_adapter_dtype=False)
+    try:
+        base = student.load()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"student.model={settings.model}: the run trained an adapter on it, and it cannot be read there any more "
+            f"({str(error).strip().partition(chr(10))[0]}); put it back, correct student.model in "
+            f"{run_dir / 'config.yaml'}, or export the adapter alone by adapter=true"
+        ) from error
+    model = PeftModel.from_pretrained(base, str(adapter), autocast_adapter_dtype=False)
     weights = named_weights(model, lambda _: nullcontext())
     write_weights(student, AutoTokenizer.from_pretrained(str(adapter)), weights, out)

@@ -15,7 +15,7 @@ def train(run: Run) -> None:
             rollouts, rewards = run.answers.refill(step, run.step_seed(step), rollouts, rewards)
         with run.stage("score"):
             scores = run.teachers.score(rollouts)
-        credits = run.credit.assign(rollouts, rewards)
+        credits = run.credits(rollouts, rewards)
         batch = run.batch(run.rows(rollouts, rewards, scores, credits))
         with run.stage("update"):
             update = run.engine.update(batch, run.objective(step), run.teacher_heads)

@@ -162,9 +162,9 @@ class _Pass:
             weight = self.batch.term_weights[term.name][block]
             seen = _under(chunk, teachers, term)
             factor = 1.0 if term.correction is None else term.correction(seen)
-            coefficient = weight * self.objective.weights[term.name] * factor
+            active = weight != 0  # elsewhere a factor may be NaN: a given answer has no sampler's probability
+            coefficient = torch.where(active, weight * self.objective.weights[term.name] * factor, 0.0)
             value = _add_gradient(term, seen, coefficient, z, token_grad)
-            active = weight != 0
             loss += torch.where(active, coefficient * value, 0.0).sum()
             self._put(self.values, term.name, block, torch.where(active, factor * value, torch.nan))
         if bool(token_grad.any()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from opd import ranks
 from opd.records import Example, Prompt
+
+
+HALF_PAIR = re.compile("[\ud800-\udfff]")  # a surrogate; a whole pair is one character by now
 
 
 @runtime_checkable
@@ -48,7 +52,7 @@ class JsonlSource:
         if not file.is_file():
             raise ValueError(f"path: no file {self.path!r}")
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")  # some editors write a mark in front
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"path: {self.path} cannot be read as UTF-8 text ({error})") from error
         lines = text.split("\n")[: self.limit]  # splitlines() would split inside strings
@@ -60,12 +64,19 @@ class JsonlSource:
         except json.JSONDecodeError as error:
             raise ValueError(f"path: {self.path}:{number} is not JSON ({error})") from error
         if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
-            raise ValueError(f"path: {self.path}:{number} has neither `prompt` nor `messages`")
+            empty = [key for key in ("prompt", "messages") if isinstance(row, dict) and row.get(key) in ("", [])]
+            what = f"an empty `{empty[0]}`" if empty else "neither `prompt` nor `messages`"
+            raise ValueError(f"path: {self.path}:{number} has {what}")
         prompt: Any = row.pop("messages", None) or row.pop("prompt")
         if not isinstance(prompt, str) and not _is_chat(prompt):
             raise ValueError(
                 f"path: {self.path}:{number} has a prompt that is neither text nor a list of messages with `role` "
                 "and `content`"
+            )
+        if not isinstance(prompt, str) and not all(isinstance(message["content"], str) for message in prompt):
+            raise ValueError(
+                f"path: {self.path}:{number} has a message whose `content` is not text: write one string, not null and "
+                "not a list of parts"
             )
         answer, source = row.pop("answer", None), row.pop("source", None)
         known = None if answer is None else str(answer)
@@ -130,6 +141,7 @@ class Prompts:
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         encoder = Encoder(tokenizer, data.max_prompt_tokens, data.too_long)
         self.streams, self.seed = data.streams, seed
+        self._orders: dict[str, tuple[int, list[int]]] = {}  # stream -> the epoch that it is in, and its order
         shares = any(stream.source is None for stream in data.streams.values())
         shared = encoder.encode(data.train, "data.train") if shares else []
         self.examples = {
@@ -169,11 +181,19 @@ class Prompts:
         ]
 
     def _order(self, stream: str, epoch: int) -> list[int]:
-        key = (stream, epoch)
-        if getattr(self, "_order_key", None) != key:
-            self._order_key, self._order_value = key, list(range(len(self.examples[stream])))
-            random.Random(f"{self.seed}/{stream}/{epoch}").shuffle(self._order_value)
-        return self._order_value
+        known_epoch, order = self._orders.get(stream, (-1, []))
+        if known_epoch != epoch:
+            order = list(range(len(self.examples[stream])))
+            random.Random(f"{self.seed}/{stream}/{epoch}").shuffle(order)
+            self._orders[stream] = epoch, order
+        return order
+
+
+def _texts(example: Example) -> list[str]:
+    """What of an example becomes tokens."""
+    prompt = example.prompt
+    texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    return texts if example.answer is None else [*texts, example.answer]
 
 
 class Encoder:
@@ -186,7 +206,8 @@ class Encoder:
         """(token ids, example) of every usable example.
 
         Raises:
-            ValueError: no examples, a prompt over the limit, a chat prompt without a chat template; names `key`.
+            ValueError: no examples, a prompt over the limit, one that is no valid text, a chat prompt without a chat
+                template; names `key`.
         """
         try:
             examples = source.load()
@@ -194,6 +215,11 @@ class Encoder:
             raise ValueError(f"{key}.{error}") from error
         encoded = []
         for number, example in enumerate(examples):
+            if any(HALF_PAIR.search(text) for text in _texts(example)):
+                raise ValueError(
+                    f"{key}: example {number} holds half of a surrogate pair (such as \\ud83d alone), which is no "
+                    "character: write the whole pair, or leave it out"
+                )
             token_ids = self._ids(example, key)
             if not token_ids:
                 raise ValueError(f"{key}: example {number} has an empty prompt")

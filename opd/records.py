@@ -143,8 +143,6 @@ class Batch:
     micro_batches: list[MicroBatch]
     order: list[list[int]]  # numbers of the rows in each micro-batch
     term_counts: Mapping[str, float]  # term name -> global denominator
-    num_tokens: int  # trainable tokens of this rank
-    min_version: int
 
 
 class Distribution:

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from opd import ranks
-from opd.answers import Answers
+from opd.answers import Answers, inside_vocabulary
 from opd.batching import make_batch
 from opd.checkpoint import Checkpoints, move_aside, read_state
 from opd.checks import check
@@ -86,8 +86,9 @@ class Run:
         self.teachers.start()
         self._started.callback(self.teachers.close)
         self.vocab_size = self._shared_vocabulary()
+        self.answers.vocab_size = self.vocab_size
         self.teacher_heads = self.teachers.heads(self.vocab_size)
-        max_len = config.data.max_prompt_tokens + config.sampler.params.max_tokens
+        max_len = config.data.max_prompt_tokens + max(config.sampler.params.max_tokens, config.eval.max_tokens or 0)
         self.sampler.start(config.student, self.tokenizer, self.stop_ids, max_len)
         self._started.callback(self.sampler.close)
         self.evaluator = Evaluator(
@@ -106,7 +107,7 @@ class Run:
         """Opens the run folder, checks the sampler, and evaluates the start weights of a new run."""
         self.observer.start(self.step)
         self.check_parity()
-        if self.step == 0:
+        if not self.observer.history:
             self.evaluate()
 
     def _shared_vocabulary(self) -> int:
@@ -186,6 +187,22 @@ class Run:
             for i, rollout in enumerate(rollouts)
         ]
 
+    def credits(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
+        """Credit of the rows whose stream has a term that needs it; the others do not move any mean."""
+        return self.credit.assign(rollouts, self._in_reward_streams(rollouts, rewards))
+
+    def _in_reward_streams(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Reward]:
+        wanting = {term.name for term in self.terms if term.needs_advantage}
+        streams = {
+            name
+            for name, stream in self.config.data.streams.items()
+            if wanting & (wanting if stream.terms is None else set(stream.terms))
+        }
+        return [
+            reward if rollout.prompt.stream in streams else Reward(None)
+            for rollout, reward in zip(rollouts, rewards, strict=True)
+        ]
+
     def batch(self, rows: Sequence[Row]) -> Batch:
         """The rows as an update; preceded by a pass without gradients where a term needs what only that can tell."""
         widths = self.teachers.widths()
@@ -220,9 +237,11 @@ class Run:
         """Logs the step; evaluates, checks parity and saves when due."""
         self.step = step
         weights = {f"weight/{name}": Mean(w, 1.0) for name, w in self.objective(step - 1).weights.items()}
-        groups = {"reward/informative_groups": informative_share(rollouts, rewards)} if self.rewards.terms else {}
+        judged = self._in_reward_streams(rollouts, rewards)
+        groups = {"reward/informative_groups": informative_share(rollouts, judged)} if self.rewards.terms else {}
         merged = ranks.merged({**rollout_metrics(rollouts), **self.answers.metrics, **groups, **weights, **update})
-        self.observer.log_step(step, values(merged), int(merged["rollout/length"].sum))
+        tokens = ranks.sums({"tokens": float(self.answers.sampled_tokens)})["tokens"]
+        self.observer.log_step(step, values(merged), int(tokens))
         done = step >= self.config.steps
         saves = done or step % self.config.checkpoint.every == 0
         compares = saves and (self.config.checkpoint.best_metric or "").startswith("eval/")
@@ -247,7 +266,7 @@ class Run:
         """Stops the run when the sampler does not hold the trainer's weights."""
         prompts = ranks.share(check_prompts(self.prompts, self.config.parity.prompts))
         params = replace(self.sampler.params, top_p=1.0, top_k=0, min_p=0.0)  # the trainer knows the full softmax
-        rollouts = self.sampler.sample(prompts, params, seed=0)
+        rollouts = inside_vocabulary(self.sampler.sample(prompts, params, seed=0), self.vocab_size)
         temperature = params.temperature
         outcomes = self.evaluator.measure(rollouts, {}, temperature)
         check_parity(logp_gaps(outcomes), self.config.parity.limit)

@@ -28,7 +28,7 @@ class RunLog:
     path: Path
     name: str
     lines: Sequence[Mapping[str, float]]  # of metrics.jsonl, NaN where a value was not finite
-    summary: Mapping[str, Any] | None  # summary.json, None until the run has finished
+    summary: Mapping[str, Any] | None  # summary.json, None while the run has steps to do
 
     def series(self, metric: str) -> Series:
         """The metric at the steps where it was logged; the later line of a step wins."""
@@ -79,14 +79,20 @@ class RunLog:
 
 def load_run(run_dir: Path) -> RunLog:
     """Read a run's folder. Raises ValueError where there is no run, or one that has logged nothing yet."""
-    metrics, summary = run_dir / "metrics.jsonl", run_dir / "summary.json"
+    metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{run_dir}: no metrics.jsonl in it; give the run_dir of a run, such as outputs/quickstart")
     records = read_jsonl(metrics)
     if not records:
         raise ValueError(f"{metrics}: empty; wait until the run has finished a step, or start it again")
     lines = [{key: math.nan if value is None else value for key, value in record.items()} for record in records]
-    return RunLog(run_dir, _name(run_dir), lines, json.loads(summary.read_text("utf-8")) if summary.exists() else None)
+    return RunLog(run_dir, _name(run_dir), lines, _summary(run_dir / "summary.json", max(r["step"] for r in records)))
+
+
+def _summary(file: Path, last_step: int) -> Mapping[str, Any] | None:
+    """summary.json; None where there is none, or where the run has gone on since."""
+    summary = json.loads(file.read_text("utf-8")) if file.exists() else None
+    return None if summary is None or summary["steps"] < last_step else summary
 
 
 def _name(run_dir: Path) -> str:

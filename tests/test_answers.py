@@ -8,7 +8,7 @@ from math import isnan
 
 import pytest
 
-from opd.answers import Answers
+from opd.answers import Answers, inside_vocabulary
 from opd.metrics import rollout_metrics
 from opd.prompts import DataConfig, Prompts, Stream
 from opd.records import Example, Prompt, Rollout
@@ -135,3 +135,29 @@ def test_given_streams_have_one_answer_and_an_answer_each() -> None:
 
     with pytest.raises(ValueError, match=r"data\.streams\.main\.answers=given"):
         Prompts(DataConfig(Unanswered(), streams={"main": Stream(1, answers="given")}), TOKENIZER, 0)
+
+
+def test_every_stream_refills_its_own_groups() -> None:
+    """Only prompts of stream 1 can teach: stream 0 keeps its groups, and all drawn tokens are counted."""
+
+    @dataclass(frozen=True)
+    class Odd:
+        def load(self) -> list[Example]:
+            return [Example(str(n), str(n)) for n in (1, 3, 5, 7)]
+
+    dull = Stream(4, samples=2, refill_rounds=2, source=Odd())
+    stage, sampler = answers(dull, Stream(10, samples=2, refill_rounds=2))
+    rollouts = stage.sample(0, seed=1)
+    refilled, _ = stage.refill(0, 1, rollouts, stage.judge(rollouts))
+    assert sum(rollout.prompt.stream == "s0" for rollout in refilled) == 8
+    assert sum(rollout.prompt.stream == "s1" for rollout in refilled) == 20
+    assert stage.sampled_tokens == 2 * 2 * sum(map(len, sampler.asked))
+
+
+def test_an_answer_ends_before_an_id_that_the_teacher_lacks() -> None:
+    prompt = Prompt("0", "main", [3], Example("x"))
+    whole = Rollout(prompt, 0, [4, 5], [-1.0, -1.0], "ab", "stop", 0)
+    foreign = Rollout(prompt, 1, [4, 54, 5], [-1.0, -2.0, -3.0], "a?b", "length", 0)
+    kept, cut = inside_vocabulary([whole, foreign], vocab_size=48)
+    assert kept is whole
+    assert (cut.token_ids, cut.logp, cut.finish) == ([4], [-1.0], "aborted")

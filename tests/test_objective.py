@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opd import objective as module
 from opd.heads import Head
-from opd.losses import JSD, Formula, ForwardKL, PPOClip, ReverseKL
+from opd.losses import JSD, TIS, CrossEntropy, ForwardKL, Formula, PPOClip, ReverseKL
 from opd.objective import Objective, streamed_loss
 from opd.records import Distribution, MicroBatch, TokenChunk
 from opd.terms import Term
@@ -262,3 +262,26 @@ def test_a_loss_of_the_wrong_shape_is_named() -> None:
     terms = problem.terms(ReverseKL(), Formula(lambda chunk: chunk.token_logp.sum()))
     with pytest.raises(ValueError, match=r"loss\.pg.*one value per token"):
         problem.run(terms)
+
+
+def test_a_factor_that_is_nan_on_unweighed_rows_reaches_nothing() -> None:
+    """A given answer has no sampler's probability: TIS is NaN there, and the term does not weigh it."""
+    problem = Problem()
+    fields = problem.batch.tokens
+    fields.sampler_logp[4] = torch.nan
+    problem.batch.term_weights["kl"][4] = problem.batch.term_weights["pg"][4] = 0.0
+    terms = [Term("kl", ReverseKL(), teacher="main", correction=TIS()), Term("pg", PPOClip())]
+    loss, grads, outcome = problem.run(terms)
+    assert torch.isfinite(loss)
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)
+    assert outcome.values["kl"][4].isnan()
+
+
+def test_imitation_is_at_temperature_one_whatever_the_sampling() -> None:
+    problem = Problem()
+    terms = problem.terms(CrossEntropy())
+    expected = Problem().run(terms)
+    _, _, outcome = problem.run(terms, temperature=0.5)
+    assert torch.allclose(outcome.values["kl"], expected[2].values["kl"], equal_nan=True)
+    logp = torch.log_softmax(problem.hidden @ problem.weight.T, -1).gather(-1, problem.batch.tokens.token_ids[:, None])
+    assert torch.allclose(outcome.values["kl"].nan_to_num(0.0), -logp[:, 0] * (problem.batch.term_weights["kl"] != 0))

@@ -263,3 +263,23 @@ def _finite(loss: Callable[..., tuple[Tensor, Tensor]]) -> bool:
 @pytest.mark.parametrize("loss", FIXED, ids=str)
 def test_extreme_logits_stay_finite(loss: AnalyticLoss) -> None:
     assert _finite(loss.value_and_grad)
+
+
+def test_views_that_read_the_whole_vocabulary_stand_outside() -> None:
+    for build in (
+        lambda: OnTopK(StopClass(ReverseKL())),
+        lambda: OnTopK(Toward(ReverseKL(), Veto())),
+        lambda: StopClass(Toward(ReverseKL(), Geometric())),
+        lambda: OnTopK(GatedByEntropy(StopClass(ReverseKL()))),
+        lambda: AtTemperature(Toward(ReverseKL(), Geometric())),
+    ):
+        with pytest.raises(ValueError, match="the other way round"):
+            build()
+
+
+def test_stop_class_outside_a_support_of_everything_is_the_stop_class_alone() -> None:
+    chunk = replace(chunk_of(P, Q), stop_ids=(1, 3))
+    nested = StopClass(OnTopK(ReverseKL(), k=4)).value_and_grad(chunk)
+    alone = StopClass(ReverseKL()).value_and_grad(chunk)
+    assert nested[0].item() == pytest.approx(alone[0].item(), abs=1e-9)
+    assert torch.allclose(nested[1], alone[1], atol=1e-9)

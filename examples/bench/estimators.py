@@ -42,7 +42,7 @@ def gradient(run: Run, term: Term, draw: int) -> Tensor:
     run.terms = [term]
     rollouts = run.answers.sample(0, seed=draw)
     rewards = run.answers.judge(rollouts)
-    credits = run.credit.assign(rollouts, rewards)
+    credits = run.credits(rollouts, rewards)
     rows = run.rows(rollouts, rewards, run.teachers.score(rollouts), credits)
     names = frozenset([term.name])
     batch = run.batch([replace(row, terms=names) for row in rows])
