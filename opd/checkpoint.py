@@ -172,7 +172,8 @@ def lock_run_dir(run_dir: Path) -> IO[str] | None:
     except BlockingIOError as error:
         handle.close()
         raise ValueError(
-            f"run_dir={run_dir}: another run is at work in this folder; wait until it has ended, or give another run_dir"
+            f"run_dir={run_dir}: another run is at work in this folder; wait until it has ended, or give another "
+            "run_dir"
         ) from error
     return handle
 

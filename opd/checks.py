@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,15 +12,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from opd.config import ConfigError, TrainConfig, nearest
 from opd.credit import GDPO
+from opd.metric_checks import METRIC_RULES
 from opd.students import HFStudent
 from opd.teachers import LocalTeacher, Teacher
-from opd.term_checks import TERM_RULES, kind, of_samples, scores
+from opd.term_checks import TERM_RULES, kind, of_samples
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
-EVALS = {"eval/accuracy", "eval/kl", "eval/length", "eval/truncated"}
-METRIC_FAMILIES = {
-    "grad_norm", "loss", "lr", "mismatch", "reward", "rollout", "student", "teacher", "time", "update", "weight",
-}  # fmt: skip
 
 
 def check_models(config: TrainConfig) -> None:
@@ -77,8 +75,8 @@ def _lacking(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError with every refusal found, one per line."""
     rules: list[Callable[[TrainConfig], Iterator[str]]] = [
-        *TERM_RULES, _credit_fits, _credit_knows_its_rewards, _sampling_fits, _evaluation_fits, _adapter_fits,
-        _sizes_fit,
+        *TERM_RULES, _credit_fits, _refills_fit, _credit_knows_its_rewards, _sampling_fits, *METRIC_RULES,
+        _adapter_fits, _sizes_fit, _run_dir_fits,
     ]  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems = problems or list(_vocabularies_match(config, tokenizer))
@@ -103,6 +101,21 @@ def _credit_fits(config: TrainConfig) -> Iterator[str]:
                     f"{config.credit.min_group}; raise samples, or keep the term out of this stream by "
                     f"data.streams.{stream_name}.terms"
                 )
+
+
+def _refills_fit(config: TrainConfig) -> Iterator[str]:
+    for name, stream in config.data.streams.items():
+        if not stream.refill_rounds:
+            continue
+        key = f"data.streams.{name}.refill_rounds={stream.refill_rounds}"
+        terms = [term for key, term in config.loss.items() if stream.terms is None or key in stream.terms]
+        if not config.reward:
+            yield f"{key}: replaces groups by their rewards, and there is no reward; add one, or set refill_rounds=0"
+        elif not any(term.needs_advantage for term in terms):
+            yield (
+                f"{key}: replaces groups that give no advantage, and no loss term of this stream needs one; add such a "
+                "term, or set refill_rounds=0"
+            )
 
 
 def _credit_knows_its_rewards(config: TrainConfig) -> Iterator[str]:
@@ -147,26 +160,6 @@ def _sampling_fits(config: TrainConfig) -> Iterator[str]:
                 )
 
 
-def _evaluation_fits(config: TrainConfig) -> Iterator[str]:
-    metric = config.checkpoint.best_metric
-    if metric is None:
-        return
-    lacks = {
-        "data.heldout": config.data.heldout is None,
-        "eval.problems above 0": config.eval.problems == 0,
-        "a reward": metric == "eval/accuracy" and not config.reward,
-        "a teacher": metric == "eval/kl" and not any(term.teachers for term in config.loss.values()),
-    }
-    lacking = [what for what, is_lacking in lacks.items() if is_lacking]
-    if metric.startswith("eval/") and lacking:
-        without = " and ".join(lacking)
-        yield f"checkpoint.best_metric={metric}: never measured without {without}; add it, or set best_metric=null"
-    family = metric.partition("/")[0]
-    known = EVALS if family == "eval" else EVALS | METRIC_FAMILIES
-    if family not in METRIC_FAMILIES and metric not in EVALS and not (family == "eval" and metric.count("/") > 1):
-        yield f"checkpoint.best_metric={metric}: no metric is called so{nearest(metric, known, 'metrics')}"
-
-
 def _adapter_fits(config: TrainConfig) -> Iterator[str]:
     lora = config.student.lora
     if not isinstance(lora, LoraConfig):
@@ -198,10 +191,20 @@ def _sizes_fit(config: TrainConfig) -> Iterator[str]:
     yield from (f"{key}={number}: must not be negative" for key, number in not_negative.items() if number < 0)
 
 
+def _run_dir_fits(config: TrainConfig) -> Iterator[str]:
+    """The folder, or the nearest above it that there is, can be written to."""
+    path = Path(config.run_dir).absolute()
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not os.path.isdir(there):
+        yield f"run_dir={config.run_dir}: {there} is not a folder; give another run_dir"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"run_dir={config.run_dir}: {there} cannot be written to; give another run_dir, or change its permissions"
+
+
 def _vocabularies_match(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Compares id -> token, not sizes: two vocabularies of one size can be permuted."""
     mine = {index: token for token, index in tokenizer.get_vocab().items()}
-    used = {name for term in config.loss.values() if scores(term) for name in term.teachers}
+    used = {name for term in config.loss.values() for name in term.teachers}
     for name in sorted(name for name in used if name in config.teacher):
         theirs = {index: token for token, index in config.teacher[name].tokenizer().get_vocab().items()}
         differing = sorted(index for index in mine.keys() & theirs.keys() if mine[index] != theirs[index])
@@ -209,6 +212,6 @@ def _vocabularies_match(config: TrainConfig, tokenizer: PreTrainedTokenizerBase)
             index = differing[0] if differing else min(mine.keys() ^ theirs.keys())
             yield (
                 f"teacher.{name}: its vocabulary is not the student's ({len(differing)} ids differ; id {index} is "
-                f"{mine.get(index)!r} for the student and {theirs.get(index)!r} for the teacher): full_vocab losses "
-                "need one vocabulary; use a teacher with the student's tokenizer"
+                f"{mine.get(index)!r} for the student and {theirs.get(index)!r} for the teacher): losses and "
+                "weighers compare by id; use a teacher with the student's tokenizer"
             )

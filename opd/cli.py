@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,12 +104,14 @@ def _eval(argv: list[str]) -> int:
     saved = Path(folders[0]) / "config.yaml"
     if not saved.exists():
         return refuse(f"{folders[0]}: not a run folder (no config.yaml)")
-    unread = [argument for argument in argv if argument != folders[0] and not re.match(r"[\w.@]+=", argument)]
-    if unread or argv.count(folders[0]) > 1:
-        return refuse(f"usage: opd eval RUN key=value ...; not understood: {' '.join(unread) or folders[0]}")
+    settings = list(argv)
+    settings.remove(folders[0])
+    unread = [argument for argument in settings if not re.match(r"[^-+~=][^=]*=", argument)]
+    if unread:
+        return refuse(f"usage: opd eval RUN key=value ...; not understood: {shlex.join(unread)}")
     from opd.commands import eval_config
 
-    cfg = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist([a for a in argv if "=" in a]))
+    cfg = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist(settings))
     assert isinstance(cfg, DictConfig), "a run's configuration is a mapping"
     cfg.run_dir = folders[0]
     return eval_config(cfg)

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from opd import ranks
 from opd.records import Example, Prompt
 
-
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # a surrogate; a whole pair is one character by now
 
 

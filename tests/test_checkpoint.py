@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opd.checkpoint import CheckpointConfig, Checkpoints, move_aside, read_state
+from opd.checkpoint import CheckpointConfig, Checkpoints, lock_run_dir, move_aside, read_state
 from tests.runs import Pair, checkpoint, checkpoint_steps, lines, opd, save_pair, training_lines
 
 
@@ -121,6 +121,57 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     (checkpoint(tmp_path, 1) / "engine" / "state.pt").write_bytes(b"0123")
     with pytest.raises(ValueError, match=r"state\.pt: 4 bytes long where 10 were written"):
         checkpoints.latest()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"step": 1, "metr', "cut short or overwritten"),
+        (b"", "cut short or overwritten"),
+        (b"\xff\xfe", "cut short or overwritten"),
+        (b'{"step": 1, "metrics": {}}', "without files"),
+        (b"[]", "without step, metrics, files"),
+    ],
+)
+def test_a_damaged_state_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    checkpoints = saved(tmp_path, [0.5], best_metric="m")
+    state = checkpoint(tmp_path, 1) / "state.json"
+    state.write_bytes(content)
+    for find in (checkpoints.latest, checkpoints.best):
+        with pytest.raises(ValueError, match="this checkpoint cannot be used") as refused:
+            find()
+        assert str(refused.value).startswith(f"{state}: {says}")
+
+
+def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
+    """A copy that a user made beside them is neither gone on from nor removed."""
+    checkpoints = saved(tmp_path, [0.1, 0.2, 0.3], keep=2)
+    for name in ("step_00000003.bak", "step_final", "step_3"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert checkpoints.latest() == checkpoint(tmp_path, 3)
+    checkpoints.save(4, {"metrics": {}}, write)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_00000003", "step_00000003.bak", "step_00000004", "step_3", "step_final",
+    ]  # fmt: skip
+
+
+def test_a_run_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    """The claim ends with its holder; a folder that is moved aside takes it along."""
+    held = lock_run_dir(tmp_path / "new" / "run")
+    assert held is not None
+    with pytest.raises(ValueError, match=r"another run is at work in this folder.*give another") as refused:
+        lock_run_dir(tmp_path / "new" / "run")
+    assert str(refused.value).startswith(f"run_dir={tmp_path}/new/run: ")
+    move_aside(tmp_path / "new" / "run")
+    anew = lock_run_dir(tmp_path / "new" / "run")
+    with pytest.raises(ValueError, match="another run"):
+        lock_run_dir(tmp_path / "new" / "run.old-1")
+    for handle in (held, anew):
+        assert handle is not None
+        handle.close()
+    again = lock_run_dir(tmp_path / "new" / "run")
+    assert again is not None
+    again.close()
 
 
 @pytest.mark.parametrize("settings", [{"every": 0}, {"keep": 0}])

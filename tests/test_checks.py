@@ -150,6 +150,17 @@ def test_a_permuted_vocabulary_of_the_same_size(opd: list[str], tmp_path: Path) 
     assert "use a teacher with the student's tokenizer" in message
 
 
+def test_the_vocabulary_of_a_teacher_that_only_a_weigher_reads(opd: list[str], tmp_path: Path) -> None:
+    """The loss asks no teacher; the weigher's entropies are those of the teacher's own vocabulary."""
+    permuted = save_model(tmp_path / "permuted", order=CHARACTERS[1:] + CHARACTERS[0])
+    weigher = "{_target_: opd.weighting.TeacherConfidence}"
+    message = refusal(
+        *opd, *GRPO, f"teacher.main.model={permuted}", "~loss.distill", "++loss.grpo.teacher=main",
+        f"++loss.grpo.weigh={{confident: {weigher}}}",
+    )  # fmt: skip
+    assert message.startswith("teacher.main: its vocabulary is not the student's")
+
+
 def test_a_vocabulary_that_only_goes_on_is_fine(opd: list[str], tmp_path: Path) -> None:
     longer = save_model(tmp_path / "longer", order=CHARACTERS + "!?", vocab_size=64)
     assert prepare(*opd, f"teacher.main.model={longer}")
@@ -233,7 +244,14 @@ def test_a_data_file_that_does_not_exist(opd: list[str]) -> None:
         ('{"prompt": "1+1="}\n{"prompt": \n', ":2 is not JSON"),
         ('{"prompt": "1+1="}\n[1]\n', ":2 has neither `prompt` nor `messages`"),
         ('{"question": "1+1="}\n', ":1 has neither `prompt` nor `messages`"),
-        ('{"prompt": ""}\n', ":1 has neither `prompt` nor `messages`"),
+        ('{"prompt": ""}\n', ":1 has an empty `prompt`"),
+        ('{"messages": []}\n', ":1 has an empty `messages`"),
+        ('{"prompt": null}\n', ":1 has neither `prompt` nor `messages`"),
+        ('{"messages": [{"role": "user", "content": null}]}\n', ":1 has a message whose `content` is not text"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "1"}]}]}\n',
+            ":1 has a message whose `content` is not text",
+        ),
         ('{"prompt": 5}\n', ":1 has a prompt that is neither text nor a list of messages"),
         ('{"messages": [1]}\n', ":1 has a prompt that is neither text nor a list of messages"),
         ('{"messages": [{"role": "user"}]}\n', ":1 has a prompt that is neither text nor a list of messages"),
@@ -320,6 +338,11 @@ def test_sizes_below_their_bound(size: str, opd: list[str]) -> None:
         (["checkpoint.best_metric=eval/kl", "eval=none"], "never measured without eval.problems above 0"),
         (["checkpoint.best_metric=eval/acuracy"], "no metric is called so; did you mean eval/accuracy"),
         (["checkpoint.best_metric=accuracy"], "no metric is called so; did you mean eval/accuracy?"),
+        (["checkpoint.best_metric=loss/distil"], "no loss term is called 'distil'; did you mean distill?"),
+        (["checkpoint.best_metric=weight/distil"], "no loss term is called 'distil'; did you mean distill?"),
+        (["checkpoint.best_metric=reward/corect"], "no reward is called 'corect'; did you mean correct?"),
+        (["checkpoint.best_metric=teacher/mian/kl"], "no teacher is called 'mian'; did you mean main?"),
+        (["checkpoint.best_metric=eval/mian/kl"], "no teacher is called 'mian'; did you mean main?"),
     ],
 )
 def test_a_best_metric_that_is_never_measured(settings: list[str], says: str, opd: list[str]) -> None:
@@ -328,9 +351,104 @@ def test_a_best_metric_that_is_never_measured(settings: list[str], says: str, op
     assert says in message
 
 
-@pytest.mark.parametrize("metric", ["eval/accuracy", "eval/kl", "loss/distill", "reward/mean", "grad_norm"])
+@pytest.mark.parametrize(
+    "metric",
+    ["eval/accuracy", "eval/kl", "eval/main/overlap16", "loss/distill", "weight/distill", "reward/mean",
+     "reward/correct", "reward/informative_groups", "teacher/main/kl", "grad_norm"],
+)  # fmt: skip
 def test_a_best_metric_that_is_measured(metric: str, opd: list[str]) -> None:
     assert prepare(*opd, f"checkpoint.best_metric={metric}")
+
+
+# ------------------------------------------------------------------------------------------ weights and their schedules
+
+
+PLATEAU = "{_target_: opd.schedules.SwitchOnPlateau, before: 1, after: 0%s}"
+
+
+def weight(schedule: str) -> list[str]:
+    """Overrides that replace the weight of the tiny distillation."""
+    return ["~loss.distill.weight", f"+loss.distill.weight={schedule}"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "key"),
+    [
+        (".nan", "loss.distill.weight=nan"),
+        ("-.inf", "loss.distill.weight=-inf"),
+        ("{_target_: opd.schedules.Linear, start: .inf, end: 0.0}", "loss.distill.weight.start=inf"),
+        ("{_target_: opd.schedules.Switch, before: 1.0, after: .nan}", "loss.distill.weight.after=nan"),
+    ],
+)
+def test_a_weight_that_is_no_number(schedule: str, key: str, opd: list[str]) -> None:
+    assert refusal(*opd, *weight(schedule)) == f"{key}: must be a finite number"
+
+
+def test_weights_that_are_all_zero(opd: list[str]) -> None:
+    assert refusal(*opd, *weight("0")).startswith("loss.distill.weight=0: no term has another weight")
+    assert prepare(*opd, *weight("0"), "+loss@loss.other=forward_kl")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["data.heldout=null"], "eval/accuracy is never measured without data.heldout"),
+        (["eval.problems=0"], "eval/accuracy is never measured without eval.problems above 0"),
+        (["~reward.correct"], "eval/accuracy is never measured without a reward"),
+    ],
+)
+def test_a_plateau_of_what_is_never_measured(settings: list[str], says: str, opd: list[str]) -> None:
+    assert prepare(*opd, *weight(PLATEAU % ""))
+    message = refusal(*opd, *weight(PLATEAU % ""), *settings)
+    assert message == f"loss.distill.weight (SwitchOnPlateau): {says}; add it, or use another schedule"
+
+
+@pytest.mark.parametrize(
+    ("metric", "says"),
+    [
+        ("eval/acuracy", "metric=eval/acuracy: no metric is called so; did you mean eval/accuracy"),
+        ("eval/mian/kl", "metric=eval/mian/kl: no teacher is called 'mian'; did you mean main?"),
+        ("loss/distill", "metric=loss/distill is not one of an evaluation"),
+    ],
+)
+def test_a_plateau_of_a_metric_that_no_evaluation_has(metric: str, says: str, opd: list[str]) -> None:
+    message = refusal(*opd, *weight(PLATEAU % f", metric: {metric}"))
+    assert message.startswith(f"loss.distill.weight (SwitchOnPlateau): {says}")
+
+
+def test_a_plateau_in_another_place_than_a_weight(opd: list[str]) -> None:
+    loss = "{_target_: opd.losses.JSD, beta: " + PLATEAU % "" + ", teacher: main}"
+    message = refusal(*opd, f"+loss.other={loss}")
+    assert message.startswith("loss.other.beta: SwitchOnPlateau follows the evaluations, and only the weight of a term")
+
+
+# -------------------------------------------------------------------------------------- dynamic sampling, run folders
+
+
+def test_refills_without_a_reward_or_a_term_that_needs_one(opd: list[str]) -> None:
+    refills = "data.streams.main.refill_rounds=2"
+    assert refusal(*opd, refills, "~reward.correct").startswith(f"{refills}: replaces groups by their rewards")
+    assert refusal(*opd, refills).startswith(f"{refills}: replaces groups that give no advantage, and no loss term")
+    assert prepare(*opd, *GRPO, refills)
+    assert "give no advantage" in refusal(*opd, *GRPO, refills, "data.streams.main.terms=[distill]",
+                                          "+data.streams.more={prompts: 2, samples: 2, terms: [grpo]}")  # fmt: skip
+
+
+@pytest.mark.parametrize("below", ["", "/run", "/deep/run"])
+def test_a_run_folder_that_is_a_file_or_below_one(below: str, opd: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = refusal(*opd, f"run_dir={tmp_path}/file{below}")
+    assert message == f"run_dir={tmp_path}/file{below}: {tmp_path}/file is not a folder; give another run_dir"
+
+
+def test_a_run_folder_that_cannot_be_written_to(
+    opd: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The administrator may write anywhere, so the system's answer is made up."""
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    assert refusal(*opd, f"run_dir={tmp_path}/deep/run").startswith(
+        f"run_dir={tmp_path}/deep/run: {tmp_path} cannot be written to"
+    )
 
 
 def test_several_refusals_are_listed_together(opd: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,25 @@ def test_export_and_report_usage_errors(
 ) -> None:
     assert in_process(monkeypatch, *argv) == REFUSED
     assert capsys.readouterr().err.startswith(f"opd: refused\nusage: opd {argv[0]} ")
+
+
+@pytest.mark.parametrize("unread", ["'~loss.distill' junk", "junk", "+steps=3", "-m", "--cfg job", "''"])
+def test_eval_of_a_run_takes_keys_and_nothing_else(
+    unread: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert in_process(monkeypatch, "eval", str(tmp_path), *shlex.split(unread), "eval.problems=2") == REFUSED
+    said = capsys.readouterr().err
+    assert said == f"opd: refused\nusage: opd eval RUN key=value ...; not understood: {unread}\n"
+
+
+@pytest.mark.parametrize("override", ["+loss=[1]", "+loss@loss.x=[1]", "+teacher=5"])
+def test_a_group_that_is_given_a_number(
+    override: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process(monkeypatch, "check", override) == REFUSED
+    said = capsys.readouterr().err
+    assert said.startswith("opd: refused\n") and "a group takes the name of an option, such as none" in said
 
 
 @pytest.mark.parametrize("argv", [["export", "nowhere", "out=X"], ["report", "nowhere"], ["eval", "nowhere"]])

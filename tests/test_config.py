@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from opd.config import ConfigError, load_config
 from opd.hints import explain_override, search_path
@@ -235,3 +236,23 @@ def test_a_job_of_a_sweep_has_a_plain_folder_name_of_its_own() -> None:
     assert not set("".join(quoted)) & set("={}:/ #'\"")
     long = [folder_name(f"student.model={'a' * 200}{end}") for end in "xy"]
     assert long[0] != long[1] and max(map(len, long)) < 120
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31])
+def test_a_seed_out_of_range(seed: int, opd: list[str]) -> None:
+    assert mistake(*opd, f"seed={seed}") == f"config: seed={seed}: must be at least 0 and below 2**31"
+
+
+@pytest.mark.parametrize("group", ["loss", "teacher", "reward"])
+def test_a_name_with_a_dot(group: str, opd: list[str]) -> None:
+    """Only a file can write one: on the command line a dot separates keys."""
+    cfg = OmegaConf.create(OmegaConf.to_container(composed(*opd)))
+    cfg[group]["a.b"] = next(iter(cfg[group].values()))
+    with pytest.raises(ConfigError, match=f"{group}: the name 'a.b' holds a dot"):
+        load_config(cfg)
+
+
+@pytest.mark.parametrize("sampler", ["hf", "vllm"])
+def test_a_sampler_s_dtype_is_one_that_a_student_may_have(sampler: str, opd: list[str]) -> None:
+    assert mistake(*opd, f"sampler={sampler}", "sampler.dtype=bf16").startswith("sampler.dtype: ")
+    assert load_config(composed(*opd, f"sampler={sampler}", "sampler.dtype=bfloat16"))

@@ -75,9 +75,13 @@ def evaluator(terms: list[RewardTerm]) -> Evaluator:
 
 
 def test_accuracy_is_the_mean_of_the_verdicts_and_merges() -> None:
-    """(1 + 0 + None) and (0.5): 1.5 over 3 verdicts = 0.5, whatever the split; no verdict is no zero."""
-    judge = evaluator([RewardTerm("letters", Letters())])
-    parts = [judge.accuracy([Reward(1.0), Reward(0.0), Reward(None)]), judge.accuracy([Reward(0.5)])]
+    """(1 + 0 + None) and (0.5): 1.5 over 3 verdicts = 0.5, whatever the split; no verdict is no zero.
+
+    Accuracy is the first reward by itself: what other parts or weights add to the value plays no part.
+    """
+    judge = evaluator([RewardTerm("letters", Letters()), RewardTerm("length", Letters(), 5.0)])
+    judged = [Reward(None if part is None else 9.0, {"letters": part, "length": 3.0}) for part in (1.0, 0.0, None, 0.5)]
+    parts = [judge.accuracy(judged[:3]), judge.accuracy(judged[3:])]
     total = parts[0]["eval/accuracy"] + parts[1]["eval/accuracy"]
     assert total == Mean(1.5, 3.0)
     assert evaluator([]).accuracy([Reward(None)]) == {}

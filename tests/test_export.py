@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,17 @@ def test_vllm_loads_both_exports_with_the_trainers_log_probs(
         logp = trained(pair, run_dir, lora=adapter)[0].log_softmax(-1)[:-1].gather(-1, IDS[0, 1:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(given), logp, rtol=0, atol=1e-4)
         engine.llm_engine.engine_core.shutdown()
+
+
+def test_an_adapter_whose_base_was_moved(pair: Pair, tmp_path: Path) -> None:
+    """The adapter alone can still be exported."""
+    base = tmp_path / "base"
+    shutil.copytree(pair.student, base)
+    run_dir = tmp_path / "run"
+    assert opd(*Pair(base, pair.teacher).train(run_dir, *LORA, "steps=1")).code == 0
+    base.rename(tmp_path / "elsewhere")
+    ended = opd("export", str(run_dir), f"out={tmp_path / 'out'}")
+    assert ended.code == 2
+    assert f"student.model={base}: the run trained an adapter on it, and it cannot be read there" in ended.err
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+    assert opd("export", str(run_dir), f"out={tmp_path / 'out'}", "adapter=true").code == 0

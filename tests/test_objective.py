@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opd import objective as module
 from opd.heads import Head
-from opd.losses import JSD, TIS, CrossEntropy, ForwardKL, Formula, PPOClip, ReverseKL
+from opd.losses import JSD, TIS, CrossEntropy, Formula, ForwardKL, PPOClip, ReverseKL
 from opd.objective import Objective, streamed_loss
 from opd.records import Distribution, MicroBatch, TokenChunk
 from opd.terms import Term

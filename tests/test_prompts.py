@@ -92,6 +92,15 @@ def test_the_shared_source_is_not_read_when_every_stream_has_its_own() -> None:
     assert [p.text for p in Prompts(data, TOKENIZER, 0).draw(0)] == ["0"]
 
 
+def test_streams_do_not_make_each_other_s_order_anew() -> None:
+    """Within an epoch a stream keeps the list that it has shuffled once, whatever other streams draw in between."""
+    mixed = prompts(20, one=Stream(2), other=Stream(2))
+    mixed.draw(0)
+    kept = [mixed._order(name, 0) for name in ("one", "other")]
+    mixed.draw(1)
+    assert all(mixed._order(name, 0) is order for name, order in zip(("one", "other"), kept, strict=True))
+
+
 def test_evaluation_takes_the_first_held_out_prompts_in_file_order() -> None:
     source = Prompts(DataConfig(Numbers(1), heldout=Numbers(5, start=10)), TOKENIZER, seed=3)
     assert [(p.text, p.samples) for p in source.evaluation(3, 2)] == [("10", 2), ("11", 2), ("12", 2)]
@@ -168,3 +177,27 @@ def test_keeping_the_end_keeps_one_start_token_and_no_end_token_closes_a_prompt(
     assert whole == [start, fast.convert_tokens_to_ids("0")]
     cut = Encoder(fast, 3, "keep_end").encode(Numbers(1, start=12345), "data.train")[0][0]
     assert cut == [start, *fast.convert_tokens_to_ids(["4", "5"])]
+
+
+def test_a_mark_in_front_of_a_file_is_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1"}\n{"prompt": "2"}\n')
+    assert [example.prompt for example in JsonlSource(str(tmp_path / "a.jsonl")).load()] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        r'{"prompt": "1\ud83d"}',
+        r'{"messages": [{"role": "user", "content": "\ude00"}]}',
+        r'{"prompt": "1", "answer": "\ud83d 2"}',
+    ],
+)
+def test_half_a_surrogate_pair_is_named_with_its_example(row: str, tmp_path: Path) -> None:
+    """A whole pair is one character, and is read as one."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(r'{"prompt": "1\ud83d\ude00", "answer": "\ud83d\ude00"}' + "\n")
+    assert len(Encoder(TOKENIZER, 9, "error").encode(JsonlSource(str(file)), "data.heldout")) == 1
+    with file.open("a") as more:
+        more.write(row)
+    with pytest.raises(ValueError, match=r"^data\.heldout: example 1 holds half of a surrogate pair"):
+        Encoder(TOKENIZER, 9, "error").encode(JsonlSource(str(file)), "data.heldout")

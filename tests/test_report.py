@@ -114,6 +114,13 @@ def test_a_run_without_summary_is_told_from_its_metrics(tmp_path: Path) -> None:
     assert (run.last_step(), run.sampled_tokens()) == (40, 80_000)
 
 
+def test_the_summary_of_a_run_that_went_on_is_left_aside(tmp_path: Path) -> None:
+    """Finished at 40, then trained to 45: until it ends again, its lines tell more."""
+    assert load_run(make_run(tmp_path / "done", SUMMARY)).sampled_tokens() == 80_000
+    gone_on = load_run(make_run(tmp_path / "on", SUMMARY, steps=45))
+    assert (gone_on.summary, gone_on.last_step(), gone_on.sampled_tokens()) == (None, 45, 90_000)
+
+
 def test_the_picture_is_large_enough_and_not_blank(tmp_path: Path) -> None:
     png, html = write_report(make_run(tmp_path, SUMMARY))
     assert (png, html) == (tmp_path / "report/curves.png", tmp_path / "report/index.html")
