@@ -54,7 +54,7 @@ def _composed(command: str, argv: list[str]) -> int:
     """Lets Hydra compose the configuration, then runs the command on it."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving with 1
-    overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
+    overrides = [a for a in argv if ("=" in a and not a.startswith("-")) or a.startswith("~")]
     flags = [argument for argument in argv if argument not in overrides]
     sys.argv = [f"opd {command}", *overrides, *flags]  # Hydra's parser takes no override after `-m`
     result, is_composed = DONE, False

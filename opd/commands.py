@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from rich.console import Console
 from opd import ranks
 from opd.checks import check_models, notes
 from opd.config import load_config
-from opd.exits import DONE, TERMINATED, refuse
+from opd.exits import DONE, refuse
 from opd.loop import train
+from opd.observe import config_differences
 from opd.plan import plan_table
 from opd.run import Run
+
+HARMLESS = ("steps:", "resume:", "stop_after:", "run_dir:")  # keys that do not make it another run
 
 
 def prepared(cfg: DictConfig) -> Run:
@@ -41,6 +45,12 @@ def train_config(cfg: DictConfig) -> int:
     except ValueError as error:
         return refuse(str(error))
     if run.already_finished():
+        changed = [line for line in config_differences(run.run_dir, run.resolved) if not line.startswith(HARMLESS)]
+        if changed:
+            return refuse(
+                f"run_dir: {run.run_dir} holds a finished run of another configuration; choose another run_dir=..., or "
+                "move it aside by resume=never\n" + "\n".join(changed)
+            )
         way_on = "raise steps to go on, or start anew by resume=never"
         print(f"{run.run_dir}: all {run.config.steps} steps are done; {way_on}")
         return DONE
@@ -51,7 +61,7 @@ def train_config(cfg: DictConfig) -> int:
         run.finish()
     finally:
         run.close()
-    return DONE if not run.terminated else TERMINATED
+    return 128 + (run.observer.stop_signal or signal.SIGTERM) if run.terminated else DONE
 
 
 def check_config(cfg: DictConfig) -> int:

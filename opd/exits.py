@@ -7,7 +7,7 @@ import sys
 import traceback
 from types import TracebackType
 
-DONE, REFUSED, TERMINATED = 0, 2, 143  # and 1, Python's own, for a failure
+DONE, REFUSED = 0, 2  # and 1, Python's own, for a failure; 128 + signal for a run that was told to stop
 
 
 def refuse(message: str) -> int:

@@ -43,6 +43,7 @@ def write_weights(
     tokenizer.save_pretrained(folder)
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # as any other file; the library makes it private
     except SafetensorError as error:
         raise OSError(f"{folder}/model.safetensors: {error}") from error
     try:

@@ -43,19 +43,23 @@ class Observer:
         self.history: list[dict[str, float]] = []  # of evaluations, oldest first
         self.last: dict[str, float] = {}
         self.last_eval: tuple[int, Mapping[str, float]] = (-1, {})  # (step, metrics)
-        self._stop = False
+        self.stop_signal = 0  # that asked this rank to stop
         self._before = 0.0  # seconds that earlier processes spent on this run
         self._began = time.monotonic()
-        self._former_handler = signal.getsignal(signal.SIGTERM)
+        self._former_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def start(self, step: int) -> None:
-        """Opens the run folder at `step`, and listens for SIGTERM."""
-        signal.signal(signal.SIGTERM, self._on_signal)
+        """Opens the run folder at `step`, and listens for SIGTERM and Ctrl-C."""
+        for number in self._former_handlers:
+            signal.signal(number, self._on_signal)
         self._began = time.monotonic()
         if self.progress is None:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._note_differences()
+        for line in config_differences(self.run_dir, self.resolved):
+            self.progress.note(f"config differs from the run's last start: {line}")
+        if step:
+            self.progress.note(f"continuing from the checkpoint of step {step}")
         (self.run_dir / "config.yaml").write_text(self.resolved)
         (self.run_dir / "versions.json").write_text(json.dumps(versions(), indent=1))
         if (self.run_dir / SAMPLES).exists():
@@ -65,23 +69,17 @@ class Observer:
         self.progress.start(step)
         self._step_started = time.monotonic()
 
-    def _note_differences(self) -> None:
-        """Lists what changed since the configuration that the run folder was last run with."""
-        saved = self.run_dir / "config.yaml"
-        if not saved.exists() or self.progress is None:
-            return
-        old, new = _flat(yaml.safe_load(saved.read_text())), _flat(yaml.safe_load(self.resolved))
-        for key in sorted(old.keys() | new.keys()):
-            was, now = (side.get(key, "(not there)") for side in (old, new))
-            if was != now:
-                self.progress.note(f"config differs from the run's last start: {key}: {was} -> {now}")
-
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._stop = True
+        """The first SIGTERM or Ctrl-C asks to stop after the step; a second Ctrl-C interrupts at once."""
+        if signum == signal.SIGINT and self.stop_signal:
+            raise KeyboardInterrupt
+        self.stop_signal = signum
+        if self.progress is not None:
+            self.progress.note("stopping after this step, with a checkpoint; Ctrl-C again stops at once, without one")
 
     def asked_to_stop(self) -> bool:
         """Whether any rank was told to stop; all ranks get the same answer."""
-        return bool(ranks.sums({"stop": float(self._stop)})["stop"])
+        return bool(ranks.sums({"stop": float(self.stop_signal > 0)})["stop"])
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -171,11 +169,22 @@ class Observer:
 
     def close(self) -> None:
         """Closes loggers and display, and gives SIGTERM back."""
-        signal.signal(signal.SIGTERM, self._former_handler)
+        for number, handler in self._former_handlers.items():
+            signal.signal(number, handler)
         for logger in self.loggers:
             logger.close()
         if self.progress is not None:
             self.progress.close()
+
+
+def config_differences(run_dir: Path, resolved: str) -> list[str]:
+    """`key: was -> now` of what changed since the configuration that the run folder was last run with."""
+    saved = run_dir / "config.yaml"
+    if not saved.exists():
+        return []
+    old, new = _flat(yaml.safe_load(saved.read_text())), _flat(yaml.safe_load(resolved))
+    sides = {key: [side.get(key, "(not there)") for side in (old, new)] for key in sorted(old.keys() | new.keys())}
+    return [f"{key}: {was} -> {now}" for key, (was, now) in sides.items() if was != now]
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:

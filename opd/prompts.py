@@ -244,8 +244,10 @@ class Encoder:
     def _ids(self, example: Example, key: str) -> list[int]:
         if isinstance(example.prompt, str):
             ids: list[int] = self.tokenizer(example.prompt)["input_ids"]  # pyright: ignore[reportAssignmentType]
-            if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not example.prompt.endswith(
-                str(self.tokenizer.eos_token)
+            if (
+                len(ids) > 1
+                and ids[-1] == self.tokenizer.eos_token_id
+                and not example.prompt.endswith(str(self.tokenizer.eos_token))
             ):
                 ids = ids[:-1]  # an end token that the tokenizer adds would close the prompt before the answer
         elif self.tokenizer.chat_template is None:

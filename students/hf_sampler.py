@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from opd.records import Prompt, Rollout
-from opd.students.model import HFStudent
+from opd.students.model import Dtype, HFStudent
 from opd.students.sampler import SamplingParams, WeightNames, request_seed, text_of
 
 
@@ -32,7 +32,7 @@ class HFSampler:
 
     params: SamplingParams = field(default_factory=SamplingParams)
     batch_size: int = 128
-    dtype: str | None = None
+    dtype: Dtype | None = None
 
     def start(
         self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int

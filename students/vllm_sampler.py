@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from opd import ranks
 from opd.records import Finish, Prompt, Rollout
-from opd.students.model import HFStudent
+from opd.students.model import Dtype, HFStudent
 from opd.students.sampler import SamplingParams, WeightNames, request_seed, text_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class VLLMSampler:
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
-    dtype: str | None = None
+    dtype: Dtype | None = None
     kv_cache_gib: float = 0.25
     gpu_memory_utilization: float = 0.35
     max_num_seqs: int = 256

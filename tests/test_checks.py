@@ -374,10 +374,10 @@ def weight(schedule: str) -> list[str]:
 @pytest.mark.parametrize(
     ("schedule", "key"),
     [
-        (".nan", "loss.distill.weight=nan"),
-        ("-.inf", "loss.distill.weight=-inf"),
-        ("{_target_: opd.schedules.Linear, start: .inf, end: 0.0}", "loss.distill.weight.start=inf"),
-        ("{_target_: opd.schedules.Switch, before: 1.0, after: .nan}", "loss.distill.weight.after=nan"),
+        ("nan", "loss.distill.weight=nan"),
+        ("-inf", "loss.distill.weight=-inf"),
+        ("{_target_: opd.schedules.Linear, start: inf, end: 0.0}", "loss.distill.weight.start=inf"),
+        ("{_target_: opd.schedules.Switch, before: 1.0, after: nan}", "loss.distill.weight.after=nan"),
     ],
 )
 def test_a_weight_that_is_no_number(schedule: str, key: str, opd: list[str]) -> None:
