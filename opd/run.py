@@ -14,7 +14,7 @@ import torch
 from opd import ranks
 from opd.answers import Answers, inside_vocabulary
 from opd.batching import make_batch
-from opd.checkpoint import Checkpoints, move_aside, read_state
+from opd.checkpoint import Checkpoints, lock_run_dir, move_aside, read_state
 from opd.checks import check
 from opd.config import TrainConfig
 from opd.credit import informative_share
@@ -76,6 +76,8 @@ class Run:
         init_distributed()
         config = self.config
         if config.resume == "never":
+            if self.run_dir.exists() and (probe := lock_run_dir(self.run_dir)) is not None:
+                probe.close()  # a run that still goes on there would have refused it
             move_aside(self.run_dir)
         self.observer = Observer(self.run_dir, config.steps, list(config.logger.values()), self.resolved)
         self._started.callback(self.observer.close)
@@ -105,6 +107,8 @@ class Run:
 
     def begin(self) -> None:
         """Opens the run folder, checks the sampler, and evaluates the start weights of a new run."""
+        if (lock := lock_run_dir(self.run_dir)) is not None:
+            self._started.enter_context(lock)
         self.observer.start(self.step)
         self.check_parity()
         if not self.observer.history:
@@ -238,7 +242,8 @@ class Run:
         self.step = step
         weights = {f"weight/{name}": Mean(w, 1.0) for name, w in self.objective(step - 1).weights.items()}
         judged = self._in_reward_streams(rollouts, rewards)
-        groups = {"reward/informative_groups": informative_share(rollouts, judged)} if self.rewards.terms else {}
+        learns = any(term.needs_advantage for term in self.terms)
+        groups = {"reward/informative_groups": informative_share(rollouts, judged)} if learns else {}
         merged = ranks.merged({**rollout_metrics(rollouts), **self.answers.metrics, **groups, **weights, **update})
         tokens = ranks.sums({"tokens": float(self.answers.sampled_tokens)})["tokens"]
         self.observer.log_step(step, values(merged), int(tokens))

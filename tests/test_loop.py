@@ -110,6 +110,14 @@ def test_stop_and_go_with_vllm(pair: Pair, tmp_path: Path) -> None:
     assert_same_run(straight, broken, 6)
 
 
+def test_a_finished_run_of_another_configuration_is_refused(pair: Pair, finished: Path) -> None:
+    """Not "done", with exit code 0, to somebody who asked for another loss."""
+    ended = opd(*pair.train(finished, "loss.distill.weight=0.5"))
+    assert ended.code == 2
+    assert "loss.distill.weight: 1.0 -> 0.5" in ended.err
+    assert "choose another run_dir" in ended.err
+
+
 def test_a_finished_run_says_so_and_does_nothing(pair: Pair, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
     ended = opd(*pair.train(finished, "logger=tensorboard"))

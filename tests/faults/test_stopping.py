@@ -51,13 +51,14 @@ def test_kill_9_and_the_same_command_equal_an_unbroken_run(pair: Pair, tmp_path:
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
 
 
-def test_sigterm_saves_and_leaves_with_its_own_code(pair: Pair, tmp_path: Path) -> None:
-    """Told in the fourth step: that step ends, is saved, and the run leaves with 128 + 15."""
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_stop_signal_saves_and_leaves_with_its_own_code(pair: Pair, tmp_path: Path, name: str, code: int) -> None:
+    """Told in the fourth step: that step ends, is saved, and the run leaves with 128 + the signal's number."""
     run_dir = tmp_path / "told" / "run"
     run_dir.parent.mkdir()
-    command = signalled(pair, run_dir, "SIGTERM", 3)
+    command = signalled(pair, run_dir, name, 3)
     ended = opd(*command)
-    assert ended.code == 143, ended.err
+    assert ended.code == code, ended.err
     assert checkpoint_steps(run_dir) == [2, 4]
     assert not (run_dir / "summary.json").exists()
     assert opd(*command).code == 0
