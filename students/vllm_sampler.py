@@ -116,7 +116,7 @@ class VLLMSampler:
             prompt=prompt,
             sample_index=index,
             token_ids=token_ids,
-            logp=[entry[token].logprob for token, entry in zip(token_ids, output.logprobs or [], strict=True)],
+            logp=[(entry or {})[token].logprob for token, entry in zip(token_ids, output.logprobs or [], strict=True)],
             text=text_of(self.tokenizer, token_ids),
             finish=FINISH.get(output.finish_reason or "", "aborted"),
             version=self.version,
