@@ -31,7 +31,12 @@ def test_commands_are_found() -> None:
     assert len(shown()) >= 12
 
 
-@pytest.mark.parametrize(("page", "arguments"), shown(), ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def named(value: str | list[str]) -> str:
+    """A test's name from its page and command."""
+    return value if isinstance(value, str) else " ".join(value)
+
+
+@pytest.mark.parametrize(("page", "arguments"), shown(), ids=named)
 def test_a_shown_command_composes(page: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = (ROOT / page).parent
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "custom_loss"))  # the README's my_pkg is this one
