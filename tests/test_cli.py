@@ -14,6 +14,7 @@ import pytest
 from opd.cli import main
 from opd.exits import DONE, REFUSED
 from tests.composing import GRPO, tiny_opd
+from tests.runs import OF_PROCESS_GROUP
 from tests.source_tree import ROOT
 
 
@@ -24,11 +25,10 @@ def opd(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def opd_process(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python -m opd ...` in a process of its own."""
+    """`python -m opd ...` in a process of its own; its process group is its own, not that of an engine in this one."""
     command = [sys.executable, "-m", "opd", *argv]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=500, env={**os.environ, **environment}, check=False
-    )
+    env = {name: value for name, value in os.environ.items() if name not in OF_PROCESS_GROUP} | environment
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500, env=env, check=False)
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
