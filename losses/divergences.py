@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opd.losses.protocol import Need, needs
+from opd.losses.protocol import ByGradient, Need, needs
 from opd.records import TokenChunk
 from opd.schedules import Scheduled, at
 
@@ -26,7 +26,7 @@ def _teacher(chunk: TokenChunk) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class ReverseKL:
+class ReverseKL(ByGradient):
     """KL(student || teacher) = sum_v p (log p - log q), in nats; gradient p (log p - log q - KL). Mode seeking.
 
     `floor` bounds the teacher's log-probability from below (nats), which tames the large gradients of a poor start; the
@@ -35,10 +35,6 @@ class ReverseKL:
 
     floor: float | None = None
     needs: ClassVar[frozenset[Need]] = needs("full_vocab")
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -51,14 +47,10 @@ class ReverseKL:
 
 
 @dataclass(frozen=True)
-class ForwardKL:
+class ForwardKL(ByGradient):
     """KL(teacher || student) = sum_v q (log q - log p), in nats; gradient p - q. Mass covering."""
 
     needs: ClassVar[frozenset[Need]] = needs("full_vocab")
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -67,7 +59,7 @@ class ForwardKL:
 
 
 @dataclass(frozen=True)
-class JSD:
+class JSD(ByGradient):
     """Generalised Jensen-Shannon divergence, beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p.
 
     `beta` = 0 is the forward KL and 1 the reverse KL (special-cased: the formula itself vanishes at both ends), the
@@ -80,10 +72,6 @@ class JSD:
     def __post_init__(self) -> None:
         if isinstance(self.beta, float) and not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta={self.beta}: must lie in [0, 1] (0 = forward KL, 1 = reverse KL)")
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -101,7 +89,7 @@ class JSD:
 
 
 @dataclass(frozen=True)
-class SkewForwardKL:
+class SkewForwardKL(ByGradient):
     """KL(q || alpha q + (1 - alpha) p), bounded by -log alpha (DistiLLM, 2402.03898).
 
     Gradient with u = -(1 - alpha) q/m.
@@ -113,10 +101,6 @@ class SkewForwardKL:
     def __post_init__(self) -> None:
         _check_alpha(self.alpha)
 
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
-
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
         (teacher_logp, q), p = _teacher(chunk), chunk.student_p
@@ -127,7 +111,7 @@ class SkewForwardKL:
 
 
 @dataclass(frozen=True)
-class SkewReverseKL:
+class SkewReverseKL(ByGradient):
     """KL(p || (1 - alpha) q + alpha p), bounded by -log alpha (DistiLLM, 2402.03898).
 
     Gradient with u = log(p/m) + 1 - alpha p/m.
@@ -138,10 +122,6 @@ class SkewReverseKL:
 
     def __post_init__(self) -> None:
         _check_alpha(self.alpha)
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -154,7 +134,7 @@ class SkewReverseKL:
 
 
 @dataclass(frozen=True)
-class AdaptiveKL:
+class AdaptiveKL(ByGradient):
     """Forward and reverse KL weighted by how far the models part on the teacher's head and tail (AKL, 2404.02657).
 
     The head is the teacher's likeliest tokens up to a mass of `mass`; with g the sum of |p - q| over each part, held
@@ -163,10 +143,6 @@ class AdaptiveKL:
 
     mass: float = 0.5
     needs: ClassVar[frozenset[Need]] = needs("full_vocab")
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -182,14 +158,10 @@ class AdaptiveKL:
 
 
 @dataclass(frozen=True)
-class TotalVariation:
+class TotalVariation(ByGradient):
     """sum_v |p - q| / 2, in [0, 1]. Gradient with u = sign(p - q) / 2, zero where they agree to rounding."""
 
     needs: ClassVar[frozenset[Need]] = needs("full_vocab")
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from opd.losses.policy_gradients import MAX_LOG_RATIO
-from opd.losses.protocol import Need, needs
+from opd.losses.protocol import ByGradient, Need, needs
 from opd.records import TokenChunk
 from opd.schedules import Scheduled, at
 
@@ -119,14 +119,10 @@ class SampledReverseKL:
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(ByGradient):
     """-log p of the token at temperature 1: imitation of a given text (a gold answer, a teacher's, an observation)."""
 
     needs: ClassVar[frozenset[Need]] = needs()
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient p - onehot [n, V]."""

@@ -6,6 +6,7 @@ wrapped in `Formula`, any function) that maps a `TokenChunk` to `[n]` values by 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -43,6 +44,18 @@ class AnalyticLoss(Loss, Protocol):
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n] and gradient with respect to the student's logits [n, V]."""
         ...
+
+
+class ByGradient(ABC):
+    """A loss given by `value_and_grad` alone: calling it takes the values."""
+
+    @abstractmethod
+    def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], logit gradient [n, V]."""
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        return self.value_and_grad(chunk)[0]
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from opd.losses.protocol import Need, needs
+from opd.losses.protocol import ByGradient, Need, needs
 from opd.losses.views import Support, on_set, support_ids
 from opd.records import TokenChunk
 
 
 @dataclass(frozen=True)
-class TruncatedReverseKL:
+class TruncatedReverseKL(ByGradient):
     """Sums over the top-k set S alone.
 
     Args:
@@ -44,10 +44,6 @@ class TruncatedReverseKL:
                 "teacher agree; use opd.losses.OnTopK (rest: tail) or rest=corrected, or, to study it, set "
                 "i_know_the_fixed_point_is_not_the_teacher=true"
             )
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]; with u = d value / d p, the gradient is p (u - <p, u>)."""

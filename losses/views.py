@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from opd.losses.protocol import AnalyticLoss, Need, needs
+from opd.losses.protocol import AnalyticLoss, ByGradient, Need, needs
 from opd.records import Distribution, TokenChunk
 from opd.schedules import Scheduled, at
 
@@ -22,25 +22,27 @@ TINY = 1e-30  # a bucket's probability is never below it, so that its logarithm 
 
 
 @dataclass(frozen=True)
-class AtTemperature:
-    """The divergence between softmax(log p / T) and softmax(log q / T); apart from the temperature of sampling."""
+class View(ByGradient):
+    """What all views share: the divergence inside, and its needs."""
 
     divergence: AnalyticLoss
-    temperature: Scheduled = 1.0
-
-    def __post_init__(self) -> None:
-        _refuse_inside(self, self.divergence, Toward)
-        if isinstance(self.temperature, float) and self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature}: must be positive")
 
     @property
     def needs(self) -> frozenset[Need]:
         """Those of the divergence."""
         return self.divergence.needs
 
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
+
+@dataclass(frozen=True)
+class AtTemperature(View):
+    """The divergence between softmax(log p / T) and softmax(log q / T); apart from the temperature of sampling."""
+
+    temperature: Scheduled = 1.0
+
+    def __post_init__(self) -> None:
+        _refuse_inside(self, Toward)
+        if isinstance(self.temperature, float) and self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature}: must be positive")
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -88,20 +90,15 @@ class Veto:
 
 
 @dataclass(frozen=True)
-class Toward:
+class Toward(View):
     """The divergence to a target instead of to the teacher."""
 
-    divergence: AnalyticLoss
     target: Target
 
     @property
     def needs(self) -> frozenset[Need]:
         """Those of the divergence, and of a geometric target the reference."""
         return self.divergence.needs | (needs("reference") if isinstance(self.target, Geometric) else needs())
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -110,25 +107,14 @@ class Toward:
 
 
 @dataclass(frozen=True)
-class StopClass:
+class StopClass(View):
     """All ids that end an answer, the student's and the teacher's, count as one token in both distributions.
 
     A base student that stops with another id than its teacher otherwise unlearns to stop (2609.20511).
     """
 
-    divergence: AnalyticLoss
-
     def __post_init__(self) -> None:
-        _refuse_inside(self, self.divergence, Toward)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Those of the divergence."""
-        return self.divergence.needs
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
+        _refuse_inside(self, Toward)
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -151,20 +137,10 @@ def _lump(p: Tensor, ids: list[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GatedByEntropy:
+class GatedByEntropy(View):
     """The divergence where the teacher's entropy exceeds `threshold` nats, zero elsewhere (EOPD, 2603.07079)."""
 
-    divergence: AnalyticLoss
     threshold: float = 0.8
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Those of the divergence."""
-        return self.divergence.needs
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -178,7 +154,7 @@ Support = Literal["teacher", "student", "union", "intersection"]
 
 
 @dataclass(frozen=True)
-class OnTopK:
+class OnTopK(View):
     """The divergence over the k likeliest tokens of one or both models.
 
     Args:
@@ -188,7 +164,6 @@ class OnTopK:
             distributions and is blind to mass outside the set (LSM, 2603.25562). Both have the teacher as fixed point.
     """
 
-    divergence: AnalyticLoss
     k: int = 64
     of: Support = "teacher"
     rest: Literal["tail", "renormalised"] = "tail"
@@ -196,16 +171,7 @@ class OnTopK:
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"k={self.k}: must be at least 1")
-        _refuse_inside(self, self.divergence, Toward, StopClass)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Those of the divergence."""
-        return self.divergence.needs
-
-    def __call__(self, chunk: TokenChunk) -> Tensor:
-        """Values [n]."""
-        return self.value_and_grad(chunk)[0]
+        _refuse_inside(self, Toward, StopClass)
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -266,10 +232,10 @@ def _between(chunk: TokenChunk, student_logp: Tensor, teacher_logp: Tensor) -> T
     )
 
 
-def _refuse_inside(view: object, divergence: AnalyticLoss, *kinds: type) -> None:
+def _refuse_inside(view: View, *kinds: type) -> None:
     """Views that read the whole vocabulary or the reference stand outside of those that change it."""
-    inner: object = divergence
-    while isinstance(inner, AtTemperature | Toward | StopClass | GatedByEntropy | OnTopK):
+    inner: object = view.divergence
+    while isinstance(inner, View):
         if isinstance(inner, kinds):
             raise ValueError(
                 f"divergence: {type(inner).__name__} inside {type(view).__name__} would not see the whole vocabulary; "

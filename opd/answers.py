@@ -91,7 +91,8 @@ class Answers:
 
     def _given(self, prompt: Prompt, version: int) -> Rollout:
         text = str(prompt.example.answer)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + end
         ids = ids[: self.sampler.params.max_tokens]
         return Rollout(prompt, 0, ids, [nan] * len(ids), text, "given", version)
 

@@ -48,7 +48,7 @@ def run_function(function: Callable[[Sequence[Rollout]], Any], rollouts: Sequenc
     """The function's values as plain numbers, or what it raised: to the stage, which has a policy, faults are data."""
     try:
         values = function(rollouts)
-    except Exception as error:
+    except Exception as error:  # a user's function may raise anything
         return error
     if isinstance(values, Tensor | np.ndarray):
         values = values.tolist()
@@ -146,7 +146,7 @@ def _end_with_parent() -> None:
 def _import(function_bytes: bytes) -> Exception | None:
     try:
         pickle.loads(function_bytes)
-    except Exception as error:
+    except Exception as error:  # importing a user's module may raise anything
         return _portable(error)
     return None
 
@@ -174,7 +174,7 @@ def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
         return error
-    except Exception:
+    except Exception:  # a user's exception may fail to pickle in any way
         stand_in = RuntimeError(f"{type(error).__name__}: {error}")
         stand_in.add_note(f"in the reward worker:\n{trace}")
         return stand_in
