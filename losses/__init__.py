@@ -11,8 +11,8 @@ from opd.losses.divergences import (
     TotalVariation,
 )
 from opd.losses.estimators import CrossEntropy, SampledKL, SampledReverseKL
-from opd.losses.policy_gradients import BPO, CISPO, GSPO, SAPO, PPOClip, TeacherModulated
-from opd.losses.protocol import AnalyticLoss, Formula, Loss, Need
+from opd.losses.policy_gradients import BPO, CISPO, GSPO, SAPO, PPOClip, ScoreCentering, TeacherModulated
+from opd.losses.protocol import AnalyticLoss, ClippedLoss, Formula, Loss, Need, RowLoss
 from opd.losses.truncated import TruncatedReverseKL
 from opd.losses.views import AtTemperature, GatedByEntropy, Geometric, OnTopK, StopClass, Toward, Veto
 
@@ -27,6 +27,7 @@ __all__ = [
     "AdaptiveKL",
     "AnalyticLoss",
     "AtTemperature",
+    "ClippedLoss",
     "Correction",
     "CrossEntropy",
     "Formula",
@@ -38,8 +39,10 @@ __all__ = [
     "OnTopK",
     "PPOClip",
     "ReverseKL",
+    "RowLoss",
     "SampledKL",
     "SampledReverseKL",
+    "ScoreCentering",
     "SequenceMask",
     "SkewForwardKL",
     "SkewReverseKL",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from opd.losses.policy_gradients import MAX_LOG_RATIO
 from opd.losses.protocol import ByGradient, Need, needs
-from opd.records import TokenChunk
+from opd.records import TokenChunk, TokenRow
 from opd.schedules import Scheduled, at
 
 REFUSED = {
@@ -72,6 +72,12 @@ class SampledReverseKL:
         extrapolate: lam of ExOPD (2602.12125), A = lam (log q - log r) - (log p - log r) with r the term's
             reference; 1 is plain OPD, and needs no reference.
         ratio: rho in place of log p, which corrects for samples of older weights.
+        gamma: 0 credits a token with its own A; above, with sum_{s > t} gamma^(s-t) A_s of the row's later trainable
+            tokens too. At 1 the expected gradient is that of the whole answer's KL(p || q), at a variance that grows
+            with its length (MiniLLM, 2306.08543).
+        own: whether a token's own A counts; without it the term holds the future alone, beside a divergence that takes
+            the single step over the whole vocabulary (MiniLLM).
+        length_normalised: divides the future's sum by the number of its tokens (MiniLLM).
     """
 
     shape: Literal["none", "floor", "clip", "signed_log", "power"] = "none"
@@ -81,14 +87,27 @@ class SampledReverseKL:
     baseline: Literal["none", "negative_kl"] = "none"
     extrapolate: Scheduled = 1.0
     ratio: bool = True
+    gamma: float = 0.0
+    own: bool = True
+    length_normalised: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.gamma <= 1.0:
+            raise ValueError(f"gamma={self.gamma}: must lie in [0, 1]")
+        if self.gamma == 0.0 and not self.own:
+            raise ValueError("own=false with gamma=0: neither the token nor its future would count; raise gamma")
 
     @property
     def needs(self) -> frozenset[Need]:
         """The teacher's score of the sampled token; more for rho, a baseline or an extrapolation."""
-        extra = (needs("sampler_logp") if self.ratio else needs()) | (
-            needs("full_vocab") if self.baseline == "negative_kl" else needs()
-        )
-        return needs("sampled") | extra | (needs() if self.extrapolate == 1.0 else needs("reference"))
+        asked: dict[Need, bool] = {
+            "sampled": True,
+            "sampler_logp": self.ratio,
+            "full_vocab": self.baseline == "negative_kl",
+            "reference": self.extrapolate != 1.0,
+            "row_value": self.gamma > 0.0,
+        }
+        return needs(*(need for need, wanted in asked.items() if wanted))
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""
@@ -100,21 +119,39 @@ class SampledReverseKL:
     def advantage(self, chunk: TokenChunk) -> Tensor:
         """A [n], constant."""
         student, teacher = chunk.token_logp.detach(), _teacher_token_logp(chunk)
+        advantage = self._shaped(student, teacher, chunk.reference_token_logp, chunk.progress)
+        if not self.own:
+            advantage = torch.zeros_like(advantage)
+        if self.baseline == "negative_kl":
+            p = chunk.student_p.detach()
+            advantage = advantage + torch.linalg.vecdot(p, chunk.student_logp.detach() - chunk.teacher_logp)
+        if self.gamma == 0.0:
+            return advantage
+        assert chunk.row_value is not None, "a discounted future needs the token's row"
+        return advantage + chunk.row_value
+
+    def of_row(self, row: TokenRow) -> Tensor:
+        """The future's part of A [R]: sum_{s > t} gamma^(s-t) A_s; a missing score counts for nothing."""
+        assert row.teacher_logp is not None, "a discounted future needs the teacher's scores"
+        own = self._shaped(row.student_logp, row.teacher_logp, row.reference_logp, row.progress).nan_to_num(0.0)
+        future = torch.zeros_like(own)
+        for place in range(len(own) - 2, -1, -1):
+            future[place] = self.gamma * (own[place + 1] + future[place + 1])
+        later = torch.arange(len(own) - 1, -1, -1).clamp(min=1)
+        return future / later if self.length_normalised else future
+
+    def _shaped(self, student: Tensor, teacher: Tensor, reference: Tensor | None, progress: float) -> Tensor:
+        """A from log-probabilities [n] of one token each."""
         advantage = teacher - student
         if self.extrapolate != 1.0:
-            assert chunk.reference_token_logp is not None, "extrapolation needs the term's reference"
-            reference = chunk.reference_token_logp
-            lam = at(self.extrapolate, chunk.progress)
-            advantage = lam * (teacher - reference) - (student - reference)
+            assert reference is not None, "extrapolation needs the term's reference"
+            advantage = at(self.extrapolate, progress) * (teacher - reference) - (student - reference)
         if self.shape == "power":
             advantage = (self.alpha * teacher).exp() - (self.alpha * student).exp()
         elif self.shape == "signed_log":
             advantage = advantage.sign() * advantage.abs().log1p()
         elif self.shape != "none":
             advantage = advantage.clamp(self.low, self.high if self.shape == "clip" else None)
-        if self.baseline == "negative_kl":
-            p = chunk.student_p.detach()
-            advantage = advantage + torch.linalg.vecdot(p, chunk.student_logp.detach() - chunk.teacher_logp)
         return advantage
 
 

@@ -45,6 +45,12 @@ class PPOClip:
         bound = -self.dual_clip * chunk.advantages
         return torch.where(chunk.advantages < 0, torch.minimum(loss, bound), loss)
 
+    def clipped(self, chunk: TokenChunk) -> Tensor:
+        """Tokens [n] without a gradient: beyond a bound in the direction of their advantage."""
+        ratio = token_ratio(chunk)
+        cut = _beyond(ratio, chunk.advantages, self.clip_low, self.clip_high)
+        return cut if self.dual_clip is None else cut | ((chunk.advantages < 0) & (ratio > self.dual_clip))
+
 
 @dataclass(frozen=True)
 class GSPO:
@@ -59,11 +65,13 @@ class GSPO:
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""
-        assert chunk.row_log_ratio is not None, "GSPO needs the row's ratio"
-        row_ratio = chunk.row_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        ratio = row_ratio * (chunk.token_logp - chunk.token_logp.detach()).exp()
+        ratio = _row_ratio(chunk) * (chunk.token_logp - chunk.token_logp.detach()).exp()
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         return -torch.minimum(ratio * chunk.advantages, clipped * chunk.advantages)
+
+    def clipped(self, chunk: TokenChunk) -> Tensor:
+        """Tokens [n] of rows beyond a bound in the direction of their advantage."""
+        return _beyond(_row_ratio(chunk), chunk.advantages, self.clip_low, self.clip_high)
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,10 @@ class CISPO:
         ratio = token_ratio(chunk).detach()
         weight = ratio if self.cap is None else ratio.clamp(max=self.cap)
         return -weight * chunk.advantages * chunk.token_logp
+
+    def clipped(self, chunk: TokenChunk) -> Tensor:
+        """Tokens [n] whose weight is the cap."""
+        return token_ratio(chunk) > (torch.inf if self.cap is None else self.cap)
 
 
 @dataclass(frozen=True)
@@ -122,14 +134,47 @@ class BPO:
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""
-        ratio, a = token_ratio(chunk).detach(), chunk.advantages
-        dropped = ((a > 0) & (ratio > 1.0 + self.clip_high)) | ((a < 0) & (ratio < 1.0 - self.clip_low))
-        weight = self.omega(chunk.sampler_logp.exp(), chunk.token_logp.detach().exp()).masked_fill(dropped, 0.0)
-        return -a * weight * chunk.token_logp
+        weight = self.omega(chunk.sampler_logp.exp(), chunk.token_logp.detach().exp())
+        return -chunk.advantages * weight.masked_fill(self.clipped(chunk), 0.0) * chunk.token_logp
+
+    def clipped(self, chunk: TokenChunk) -> Tensor:
+        """Tokens [n] that M drops."""
+        return _beyond(token_ratio(chunk).detach(), chunk.advantages, self.clip_low, self.clip_high)
 
     def omega(self, sampler_p: Tensor, student_p: Tensor) -> Tensor:
         """The capped weight [n]."""
         return ((1.0 + self.epsilon - sampler_p) / (1.0 + self.epsilon - student_p)).clamp(max=self.cap)
+
+
+@dataclass(frozen=True)
+class ScoreCentering:
+    """A truncated ratio whose scores are centred, so that an advantage common to all tokens moves nothing (2609.20807).
+
+    With mu the sampler, w(r) = min(r, cap), H the sampler's top k tokens (`sampler.params.top_logprobs`, 128) and the
+    tail taken to differ from mu by one factor rho = (1 - sum_H mu) / (1 - sum_H p), alpha = min(1, cap rho):
+    -A (sg(w(p/mu)) log p - sum_{v in H} sg(mu_v w(p_v/mu_v) - alpha p_v) log p_v).
+    Without the sum the mean gradient of a constant A is not zero once the cap binds.
+    """
+
+    cap: float = 2.0
+    needs: ClassVar[frozenset[Need]] = needs("advantage", "sampler_logp", "sampler_top")
+
+    def __post_init__(self) -> None:
+        if not self.cap >= 1.0:
+            raise ValueError(f"cap={self.cap}: must be at least 1, or on-policy tokens would be cut")
+
+    def __call__(self, chunk: TokenChunk) -> Tensor:
+        """Values [n]."""
+        top = chunk.sampler_top
+        assert top is not None, "score centering needs the sampler's likeliest tokens"
+        known = top.logp > -torch.inf
+        logp = chunk.student_logp.gather(-1, top.ids)
+        p, mu = (torch.where(known, each.detach().exp(), 0.0) for each in (logp, top.logp))
+        left_p, left_mu = ((1.0 - each.sum(-1, keepdim=True)).clamp(min=0.0) for each in (p, mu))
+        alpha = torch.where(left_p > 0.0, self.cap * left_mu / left_p.clamp(min=1e-30), 1.0).clamp(max=1.0)
+        centre = (torch.minimum(p, self.cap * mu) - alpha * p) * torch.where(known, logp, 0.0)
+        weight = token_ratio(chunk).detach().clamp(max=self.cap)
+        return -chunk.advantages * (weight * chunk.token_logp - centre.sum(-1))
 
 
 @dataclass(frozen=True)
@@ -163,3 +208,14 @@ class TeacherModulated:
 def token_ratio(chunk: TokenChunk) -> Tensor:
     """Student over sampler probability of the sampled token [n]."""
     return (chunk.token_logp - chunk.sampler_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _row_ratio(chunk: TokenChunk) -> Tensor:
+    """The geometric mean of the ratios of each token's row [n], constant."""
+    assert chunk.row_log_ratio is not None, "this loss needs the row's ratio"
+    return chunk.row_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _beyond(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Where the ratio has left [1 - low, 1 + high] in the direction in which the advantage pushes it [n]."""
+    return ((advantages > 0) & (ratio > 1.0 + high)) | ((advantages < 0) & (ratio < 1.0 - low))

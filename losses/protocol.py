@@ -13,9 +13,11 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from opd.records import TokenChunk
+from opd.records import TokenChunk, TokenRow
 
-Need = Literal["full_vocab", "sampled", "reference", "advantage", "sampler_logp", "row_ratio"]
+Need = Literal[
+    "full_vocab", "top_k", "sampled", "reference", "advantage", "sampler_logp", "sampler_top", "row_ratio", "row_value"
+]
 
 
 @runtime_checkable
@@ -26,9 +28,11 @@ class Loss(Protocol):
     def needs(self) -> frozenset[Need]:
         """What must exist for the formula.
 
-        `full_vocab` or `sampled`: the teacher's scores of all tokens or of the sampled one; `reference`: the same of a
-        second teacher; `advantage`: rewards; `sampler_logp`: the probability under which the token was drawn, exactly;
-        `row_ratio`: the mean log-ratio of the whole row, which costs a forward pass without gradients.
+        `full_vocab`, `top_k` or `sampled`: the teacher's scores of all tokens, of its likeliest or of the sampled one;
+        `reference`: the same of a second teacher; `advantage`: rewards; `sampler_logp`: the probability under which the
+        token was drawn, exactly; `sampler_top`: the same of the likeliest tokens at every position; `row_ratio`: the
+        mean log-ratio of the whole row, `row_value`: the loss's own `of_row`; these two cost a forward pass without
+        gradients.
         """
         ...
 
@@ -43,6 +47,24 @@ class AnalyticLoss(Loss, Protocol):
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n] and gradient with respect to the student's logits [n, V]."""
+        ...
+
+
+@runtime_checkable
+class RowLoss(Loss, Protocol):
+    """A loss that wants to see whole rows first; it declares `row_value` among its needs."""
+
+    def of_row(self, row: TokenRow) -> Tensor:
+        """One constant per trainable token of the row [R]; comes back block by block as `chunk.row_value`."""
+        ...
+
+
+@runtime_checkable
+class ClippedLoss(Loss, Protocol):
+    """A surrogate that cuts off or bounds the gradient of some tokens; their share is logged."""
+
+    def clipped(self, chunk: TokenChunk) -> Tensor:
+        """Whether each token is cut [n]."""
         ...
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opd.losses.protocol import ByGradient, Need, needs
-from opd.losses.views import Support, on_set, support_ids
+from opd.losses.views import Support, on_set, support_ids, teacher_on
 from opd.records import TokenChunk
 
 
@@ -32,8 +32,9 @@ class TruncatedReverseKL(ByGradient):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The full vocabulary; with a sampled rest also that tokens are drawn from the student itself."""
-        return needs("full_vocab") | (needs("sampled") if self.rest == "sampled" else needs())
+        """The teacher's likeliest tokens, where the support is theirs; with a sampled rest the drawn one's too."""
+        asked = needs("top_k") if self.of == "teacher" else needs("full_vocab")
+        return asked | (needs("sampled") if self.rest == "sampled" else needs())
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -48,8 +49,9 @@ class TruncatedReverseKL(ByGradient):
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]; with u = d value / d p, the gradient is p (u - <p, u>)."""
         ids, valid = support_ids(chunk, self.k, self.of)
-        p, q = (on_set(full, ids, valid) for full in (chunk.student_p, chunk.teacher_p))
-        log_ratio = (chunk.student_logp - chunk.teacher_logp).gather(-1, ids).masked_fill(~valid, 0.0)
+        teacher = teacher_on(chunk, ids, valid)
+        p, q = on_set(chunk.student_p, ids, valid), teacher.exp()
+        log_ratio = (chunk.student_logp.gather(-1, ids) - teacher).masked_fill(~valid, 0.0)
         value, u = (p * log_ratio).sum(-1), log_ratio
         if self.rest == "corrected":
             value = value + (q - p).sum(-1)
@@ -66,7 +68,8 @@ class TruncatedReverseKL(ByGradient):
         """Adds 1[y not in S] (log p(y) - log q(y) + 1) and its score-function gradient."""
         token = chunk.token_ids[:, None]
         outside = ~((ids == token) & valid).any(-1)
-        log_ratio = (chunk.student_logp - chunk.teacher_logp).gather(-1, token)[:, 0]
+        assert chunk.teacher_token_logp is not None, "a sampled rest needs the teacher's score of the sampled token"
+        log_ratio = chunk.student_logp.gather(-1, token)[:, 0] - chunk.teacher_token_logp
         coefficient = torch.where(outside, log_ratio + 1.0, 0.0)
         grad.addcmul_(chunk.student_p, coefficient[:, None], value=-1.0)
         grad.scatter_add_(-1, token, coefficient[:, None])

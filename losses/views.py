@@ -29,8 +29,8 @@ class View(ByGradient):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Those of the divergence."""
-        return self.divergence.needs
+        """Those of the divergence; a view reads the whole vocabulary, even of one that would not."""
+        return self.divergence.needs - needs("top_k") | needs("full_vocab")
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Toward(View):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Those of the divergence, and of a geometric target the reference."""
-        return self.divergence.needs | (needs("reference") if isinstance(self.target, Geometric) else needs())
+        """The full vocabulary, and of a geometric target the reference's too."""
+        return super().needs | (needs("reference") if isinstance(self.target, Geometric) else needs())
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -173,6 +173,12 @@ class OnTopK(View):
             raise ValueError(f"k={self.k}: must be at least 1")
         _refuse_inside(self, Toward, StopClass)
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Of the teacher its likeliest tokens are enough, where the support is theirs."""
+        asked = self.divergence.needs
+        return asked - needs("full_vocab") | needs("top_k") if self.of == "teacher" else asked
+
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
         ids, valid = support_ids(chunk, self.k, self.of)
@@ -180,9 +186,10 @@ class OnTopK(View):
         return inside(chunk, ids, valid)
 
     def _with_tail(self, chunk: TokenChunk, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        student, teacher = (
-            torch.cat([on_set(p, ids, valid), rest_of(p, ids, valid)], -1) for p in (chunk.student_p, chunk.teacher_p)
-        )
+        student = torch.cat([on_set(chunk.student_p, ids, valid), rest_of(chunk.student_p, ids, valid)], -1)
+        teacher = teacher_on(chunk, ids, valid).exp()
+        rest = 1.0 - teacher.sum(-1, keepdim=True) if chunk.teacher is None else rest_of(chunk.teacher_p, ids, valid)
+        teacher = torch.cat([teacher, rest.clamp(min=0.0)], -1)
         value, grad = self.divergence.value_and_grad(_between(chunk, _log(student), _log(teacher)))
         slope = grad[:, -1:] / student[:, -1:].clamp(min=TINY)  # per unit of the tail's probability
         spread = chunk.student_p * slope
@@ -190,10 +197,8 @@ class OnTopK(View):
         return value, spread.scatter_add_(-1, ids, correction)
 
     def _renormalised(self, chunk: TokenChunk, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        student, teacher = (
-            torch.log_softmax(logp.gather(-1, ids).masked_fill(~valid, -1e4), -1)
-            for logp in (chunk.student_logp, chunk.teacher_logp)
-        )
+        inside = (chunk.student_logp.gather(-1, ids), teacher_on(chunk, ids, valid))
+        student, teacher = (torch.log_softmax(logp.masked_fill(~valid, -1e4), -1) for logp in inside)
         value, grad = self.divergence.value_and_grad(_between(chunk, student, teacher))
         full = torch.zeros_like(chunk.student_p)
         return value, full.scatter_add_(-1, ids, grad.masked_fill(~valid, 0.0))
@@ -202,6 +207,9 @@ class OnTopK(View):
 def support_ids(chunk: TokenChunk, k: int, of: Support) -> tuple[Tensor, Tensor]:
     """Token ids [n, K] of the support and which of them count [n, K]; no id counts twice."""
     k = min(k, chunk.student_p.shape[1])
+    if of == "teacher" and chunk.teacher_top is not None:
+        best = chunk.teacher_top.logp.topk(min(k, chunk.teacher_top.logp.shape[1]), -1)
+        return chunk.teacher_top.ids.gather(-1, best.indices), best.values > -torch.inf
     student = chunk.student_logp.topk(k, -1).indices if of != "teacher" else None
     teacher = chunk.teacher_logp.topk(k, -1).indices if of != "student" else None
     if student is None or teacher is None:
@@ -212,6 +220,14 @@ def support_ids(chunk: TokenChunk, k: int, of: Support) -> tuple[Tensor, Tensor]
     if of == "intersection":
         return student, common
     return torch.cat([teacher, student], -1), torch.cat([torch.ones_like(common), ~common], -1)
+
+
+def teacher_on(chunk: TokenChunk, ids: Tensor, valid: Tensor) -> Tensor:
+    """The teacher's log-probabilities [n, K] of the support's tokens, -inf where one does not count."""
+    if chunk.teacher_top is None:
+        return chunk.teacher_logp.gather(-1, ids).masked_fill(~valid, -torch.inf)
+    best = chunk.teacher_top.logp.topk(ids.shape[1], -1)
+    return best.values.masked_fill(~valid, -torch.inf)
 
 
 def on_set(p: Tensor, ids: Tensor, valid: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import torch
 from peft import LoraConfig
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -76,7 +78,7 @@ def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError with every refusal found, one per line."""
     rules: list[Callable[[TrainConfig], Iterator[str]]] = [
         *TERM_RULES, _credit_fits, _refills_fit, _credit_knows_its_rewards, _sampling_fits, *METRIC_RULES,
-        _adapter_fits, _sizes_fit, _run_dir_fits,
+        _adapter_fits, _optimizer_fits, _sizes_fit, _run_dir_fits,
     ]  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems = problems or list(_vocabularies_match(config, tokenizer))
@@ -170,19 +172,38 @@ def _adapter_fits(config: TrainConfig) -> Iterator[str]:
         named += [name for name in HEAD_NAMES if re.fullmatch(targets, name)]
     else:
         named += [name for name in HEAD_NAMES if name in targets]
-    if named:
+    if named and _tied(config.student):
         yield (
-            f"student.lora: {', '.join(named)} is the head, and the streamed objective needs it as a plain linear "
-            "layer: leave it out of target_modules and modules_to_save (all-linear leaves it out)"
+            f"student.lora: {', '.join(named)} is the head, which student.model={config.student.model} ties to its "
+            "embedding; an adapter would part the two: leave it out of target_modules and modules_to_save (all-linear "
+            "leaves it out)"
         )
     if lora.use_dora:
         yield "student.lora.use_dora: DoRA cannot be merged exactly into the sampler's weights; set use_dora=false"
+
+
+def _tied(student: HFStudent) -> bool:
+    model = AutoConfig.from_pretrained(student.model, trust_remote_code=student.trust_remote_code)
+    return bool(model.get_text_config().tie_word_embeddings)
+
+
+def _optimizer_fits(config: TrainConfig) -> Iterator[str]:
+    """Torch's own refusals, on one parameter that costs nothing; other packages' optimizers may compile first."""
+    make = config.engine.optimizer
+    if not isinstance(make, partial) or not make.func.__module__.startswith("torch.optim"):
+        return
+    try:
+        optimizer = make([torch.nn.Parameter(torch.zeros(1))])
+        optimizer.step()
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        yield f"engine.optimizer ({make.func.__name__}): {error}; {make.keywords}"
 
 
 def _sizes_fit(config: TrainConfig) -> Iterator[str]:
     at_least_one = {
         "engine.micro_batch_tokens": config.engine.micro_batch_tokens,
         "engine.chunk_tokens": config.engine.chunk_tokens,
+        "engine.resident_heads": config.engine.resident_heads,
         "eval.max_tokens": config.eval.max_tokens,
         **{f"loss.{name}.constant_tokens": term.constant_tokens for name, term in config.loss.items()},
     }

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from peft import PeftModel
@@ -20,10 +20,14 @@ from opd.export import ADAPTER, WEIGHTS, write_adapter, write_weights
 from opd.heads import Head, check_split, split_model
 from opd.metrics import outcome_metrics
 from opd.objective import Objective, Outcome, streamed_loss
-from opd.records import Batch, Mean, MicroBatch
+from opd.records import Batch, Mean, MicroBatch, moved
 from opd.students import HFStudent
 from opd.students.model import Dtype
 from opd.weight_sync import check_adapter, named_weights
+
+Found = TypeVar("Found")
+# Hidden states [N, H] of the trainable tokens, the student's head, the micro-batch, the teachers' heads, the objective.
+Look = Callable[[Tensor, Head, MicroBatch, Mapping[str, Head], Objective], Found]
 
 # DeepSpeed settings that would contradict ours or divide the loss once more, and what to set instead.
 OWNED = {
@@ -50,6 +54,7 @@ class EngineConfig:
         micro_batch_tokens: padded tokens that go through the student at once; sets gradient accumulation.
         max_grad_norm: clipping, 0 for none.
         chunk_tokens: tokens whose logits exist at one time (256 suits a CPU, 1024 and more a GPU).
+        resident_heads: teachers' heads in memory at one time; null for all.
         deepspeed: any further DeepSpeed setting, merged over ours key by key.
     """
 
@@ -59,6 +64,7 @@ class EngineConfig:
     micro_batch_tokens: int = 8192
     max_grad_norm: float = 1.0
     chunk_tokens: int = 256
+    resident_heads: int | None = None
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,7 +125,8 @@ class Engine:
         self.config = config
         self.module = _Trainee(model)
         if config.zero_stage == 3:
-            deepspeed.zero.register_external_parameter(self.module, self.module.head.weight)
+            for parameter in self.module.head.parameters:  # used by the objective, outside its layer
+                deepspeed.zero.register_external_parameter(self.module, parameter)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
             model=self.module,
@@ -173,10 +180,20 @@ class Engine:
         self.deepspeed.train()
         return outcomes
 
+    @torch.no_grad()
+    def look(
+        self, micro_batch: MicroBatch, objective: Objective, heads: Mapping[str, Head], look: Look[Found]
+    ) -> Found:
+        """What `look` finds in a micro-batch's last hidden states; without a step, all ranks together."""
+        self.deepspeed.eval()
+        found = self.deepspeed(moved(micro_batch, self.device), heads, objective, look)
+        self.deepspeed.train()
+        return found
+
     def _forward(
         self, micro_batch: MicroBatch, objective: Objective, heads: Mapping[str, Head]
     ) -> tuple[Tensor, Outcome]:
-        loss, values, statistics = self.deepspeed(micro_batch.to(self.device), heads, objective)
+        loss, values, statistics = self.deepspeed(moved(micro_batch, self.device), heads, objective)
         return loss, Outcome(values, statistics)
 
     def _refuse_non_finite(self, metrics: Mapping[str, Mean]) -> None:
@@ -236,11 +253,13 @@ class _Trainee(nn.Module):
         return split_model(self.model)[1]
 
     def forward(
-        self, batch: MicroBatch, heads: Mapping[str, Head], objective: Objective
-    ) -> tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Loss, values per term, statistics."""
+        self, batch: MicroBatch, heads: Mapping[str, Head], objective: Objective, look: Look[Any] | None = None
+    ) -> Any:
+        """Loss, values per term, statistics; or what `look` finds instead."""
         body, head = split_model(self.model)
         states = body(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).last_hidden_state
-        hidden = states.flatten(0, 1)[batch.tokens.predictor]
-        loss, outcome = streamed_loss(hidden, head.narrowed(objective.vocab_size), batch, heads, objective)
+        hidden, head = states.flatten(0, 1)[batch.tokens.predictor], head.narrowed(objective.vocab_size)
+        if look is not None:
+            return look(hidden, head, batch, heads, objective)
+        loss, outcome = streamed_loss(hidden, head, batch, heads, objective)
         return loss, outcome.values, outcome.statistics

@@ -6,34 +6,57 @@ from dataclasses import dataclass, replace
 
 import torch
 from peft import PeftModel
+from peft.tuners import lora
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
 class Head:
-    """A language-model head: logits = softcap(scale * (hidden @ weight.T + bias)), cut to the real vocabulary."""
+    """A language-model head: logits = softcap(scale * (hidden @ weight.T + bias)), cut to the real vocabulary.
+
+    Under a LoRA adapter `low` (hidden) @ up.T joins the sum, so that nothing of the weight's size is made or held.
+    """
 
     weight: Tensor  # [V', H], V' >= vocab_size
     bias: Tensor | None = None
     vocab_size: int | None = None
     scale: float = 1.0
     softcap: float | None = None
+    down: Tensor | None = None  # [r, H], the adapter's A
+    up: Tensor | None = None  # [V', r], the adapter's B
+    gain: float = 1.0  # of the adapter
 
-    def raw_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [c, V] in fp32 before the soft cap, of hidden states [c, H]."""
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The head's own tensors."""
+        return [tensor for tensor in (self.weight, self.bias, self.down, self.up) if tensor is not None]
+
+    def low(self, hidden: Tensor) -> Tensor | None:
+        """The adapter's inner states gain * hidden @ down.T [N, r]; None without an adapter."""
+        return None if self.down is None else self.gain * torch.nn.functional.linear(hidden, self.down)
+
+    def raw_logits(self, hidden: Tensor, low: Tensor | None) -> Tensor:
+        """Logits [c, V] in fp32 before the soft cap, of hidden states [c, H] and `low(hidden)`."""
         weight, bias = self.cut()
         raw = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
+        if low is not None and self.up is not None:
+            raw += torch.nn.functional.linear(low, self.up[: self.vocab_size])
         return raw if self.scale == 1.0 else raw.mul_(self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [c, V] in fp32 of hidden states [c, H]."""
-        raw = self.raw_logits(hidden)
+        raw = self.raw_logits(hidden, self.low(hidden))
         return raw if self.softcap is None else raw.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def cut(self) -> tuple[Tensor, Tensor | None]:
         """Weight [V, H] and bias [V] of the real vocabulary: padding rows are cut before any softmax sees them."""
         return self.weight[: self.vocab_size], None if self.bias is None else self.bias[: self.vocab_size]
+
+    def to(self, device: torch.device) -> Head:
+        """The same head on another device."""
+        return replace(self, **{n: t.to(device) for n, t in vars(self).items() if isinstance(t, Tensor)})
 
     def narrowed(self, vocab_size: int) -> Head:
         """The same head over the first `vocab_size` ids."""
@@ -47,16 +70,25 @@ def split_model(model: nn.Module) -> tuple[nn.Module, Head]:
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel), f"expected a transformers model, got {type(base).__name__}"
-    layer = base.get_output_embeddings()
+    head = _head_of(base.get_output_embeddings(), type(base).__name__)
+    return base.get_decoder(), replace(head, **logit_maps(base.config))
+
+
+def _head_of(layer: nn.Module, model: str) -> Head:
+    if isinstance(layer, ModulesToSaveWrapper):
+        return _head_of(layer.modules_to_save[layer.active_adapters[0]], model)
+    if isinstance(layer, lora.Linear):
+        name = layer.active_adapters[0]
+        adapter = (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+        return replace(_head_of(layer.base_layer, model), down=adapter[0], up=adapter[1], gain=adapter[2])
     if type(layer) is not nn.Linear:
         raise ValueError(
-            f"student.lora: the head of {type(base).__name__} is a {type(layer).__name__}, not a plain linear layer; "
-            "an adapter on the head is not supported: leave lm_head out of target_modules and modules_to_save"
+            f"the head of {model} is a {type(layer).__name__}; supported are a linear layer, whole or under plain LoRA"
         )
-    return base.get_decoder(), replace(Head(layer.weight, layer.bias), **_logit_maps(base.config))
+    return Head(layer.weight, layer.bias)
 
 
-def _logit_maps(config: PreTrainedConfig) -> dict[str, float]:
+def logit_maps(config: PreTrainedConfig) -> dict[str, float]:
     """Scale and soft cap that some architectures put on their logits."""
     settings = config.to_dict()
     maps: dict[str, float] = {}

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from opd.heads import Head
-from opd.losses import AnalyticLoss
-from opd.records import Distribution, MicroBatch, TokenChunk
+from opd.losses import AnalyticLoss, ClippedLoss
+from opd.records import Distribution, MicroBatch, Scores, TokenChunk
 from opd.terms import Term
+from opd.token_statistics import token_statistics
 
 LOGP_MIN = -1e4  # nats; stands for -inf in a teacher's scores, so that products with zero stay zero
 BLOCK_ELEMENTS = 2**17  # rows * V of a block on a CPU: half a MiB in fp32, so that its few tensors stay in the cache
-OVERLAP_K = 16
-OVERLAP_SAMPLED = 2**13  # vocabularies above this size get the overlap on a sample of tokens
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def streamed_loss(
         objective: terms and their weights.
     """
     run = _Pass(head, batch, teacher_heads, objective)
-    loss = _Streamed.apply(hidden, head.weight, head.bias, run)
+    loss = _Streamed.apply(run, hidden, head.weight, head.bias, head.low(hidden), head.up)
     return loss, Outcome(run.values, run.statistics)
 
 
@@ -68,16 +67,17 @@ class _Streamed(torch.autograd.Function):
     """One autograd node for the whole pass: gradients are made in forward and only scaled in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, run: _Pass) -> Tensor:
-        need_hidden, need_weight, need_bias, _ = ctx.needs_input_grad
-        loss, *grads = run(hidden, need_hidden, need_weight, need_bias)
+    def forward(
+        ctx: Any, run: _Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None
+    ) -> Tensor:
+        loss, grads = run(hidden, low, [bool(needed) for needed in ctx.needs_input_grad[1:]])
         ctx.save_for_backward(*grads)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
-        return *(None if grad is None else grad * scale for grad in ctx.saved_tensors), None
+        return None, *(None if grad is None else grad * scale for grad in ctx.saved_tensors)
 
 
 class _Pass:
@@ -90,36 +90,50 @@ class _Pass:
         self.statistics: dict[str, Tensor] = {}
 
     def __call__(
-        self, hidden: Tensor, need_hidden: bool, need_weight: bool, need_bias: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Loss, and its gradients in hidden [N, H], weight [V', H] and bias [V'], as far as they are needed."""
-        weight, bias = self.head.cut()
-        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(self.head.weight.shape, device=weight.device) if need_weight else None
-        grad_bias = (
-            torch.zeros(self.head.weight.shape[0], device=weight.device) if need_bias and bias is not None else None
+        self, hidden: Tensor, low: Tensor | None, needed: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Loss, and its gradients in hidden [N, H], weight [V', H], bias [V'], low [N, r] and up [V', r] where needed.
+
+        Those of the parameters are summed over chunks in fp32 and then rounded to the parameter's dtype.
+        """
+        head = self.head
+        (weight, _), up = head.cut(), None if head.up is None else head.up[: head.vocab_size]
+        by_hidden, by_low = (
+            torch.zeros_like(states) if need and states is not None else None
+            for states, need in ((hidden, needed[0]), (low, needed[3]))
+        )
+        by_weight, by_bias, by_up = (
+            torch.zeros(tensor.shape, device=tensor.device) if need and tensor is not None else None
+            for tensor, need in ((head.weight, needed[1]), (head.bias, needed[2]), (head.up, needed[4]))
         )
         loss = torch.zeros((), device=hidden.device)
         for start in range(0, self.num_tokens, self.objective.chunk_tokens):
             rows = slice(start, min(start + self.objective.chunk_tokens, self.num_tokens))
-            logits = self.head.raw_logits(hidden[rows])
+            logits = head.raw_logits(hidden[rows], None if low is None else low[rows])
             loss += self._chunk(logits, rows)  # leaves the gradient in `logits`
-            if grad_hidden is not None:
-                grad_hidden[rows] = logits.to(weight.dtype) @ weight
-            if grad_weight is not None:
-                grad_weight[: len(weight)].addmm_(logits.T, hidden[rows].float())
-            if grad_bias is not None:
-                grad_bias[: len(weight)] += logits.sum(0)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(self.head.weight.dtype)
-        return loss, grad_hidden, grad_weight, grad_bias
+            if by_hidden is not None:
+                by_hidden[rows] = logits.to(weight.dtype) @ weight
+            if by_weight is not None:
+                by_weight[: len(weight)].addmm_(logits.T, hidden[rows].float())
+            if by_bias is not None:
+                by_bias[: len(weight)] += logits.sum(0)
+            if by_low is not None and up is not None:
+                by_low[rows] = logits.to(up.dtype) @ up
+            if by_up is not None and low is not None:
+                by_up[: len(weight)].addmm_(logits.T, low[rows].float())
+        own = [(by_weight, head.weight), (by_bias, head.bias), (by_up, head.up)]
+        rounded = [None if g is None or tensor is None else g.to(tensor.dtype) for g, tensor in own]
+        return loss, [by_hidden, *rounded[:2], by_low, rounded[2]]
 
     def _chunk(self, logits: Tensor, rows: slice) -> Tensor:
         """The chunk's loss; replaces raw logits [c, V] by the loss's gradient in head(hidden) before scale and cap."""
         head, loss = self.head, torch.zeros((), device=logits.device)
-        teacher_logits = {
-            name: self.teacher_heads[name].logits(payload.hidden[rows]) for name, payload in self.batch.teachers.items()
+        teacher_logits = {  # heads are asked for only where a row needs one: they may have to be loaded
+            name: None if payload.hidden is None else self.teacher_heads[name].logits(payload.hidden[rows])
+            for name, payload in self.batch.teachers.items()
+            if bool(payload.present[rows].any())
         }
+        terms = [term for term in self.objective.terms if bool(self.batch.term_weights[term.name][rows].any())]
         step = len(logits) if logits.is_cuda else max(1, BLOCK_ELEMENTS // logits.shape[1])
         for start in range(0, len(logits), step):
             inside = slice(start, start + step)
@@ -130,15 +144,18 @@ class _Pass:
                 z.div_(head.softcap).tanh_()
                 cap_slope = 1.0 - z.square()
                 z.mul_(head.softcap)
-            loss += self._block(z, {name: t[inside] for name, t in teacher_logits.items()}, block)
+            theirs = {name: None if logits is None else logits[inside] for name, logits in teacher_logits.items()}
+            loss += self._block(z, theirs, terms, block)
             if cap_slope is not None:
                 z.mul_(cap_slope)
             if head.scale != 1.0:
                 z.mul_(head.scale)
         return loss
 
-    def _block(self, z: Tensor, teacher_logits: Mapping[str, Tensor], block: slice) -> Tensor:
-        """The block's loss; replaces logits `z` [n, V] by the loss's gradient in them."""
+    def _block(
+        self, z: Tensor, teacher_logits: Mapping[str, Tensor | None], terms: Sequence[Term], block: slice
+    ) -> Tensor:
+        """The loss of a block under `terms`; replaces logits `z` [n, V] by the loss's gradient in them."""
         fields, temperature = self.batch.tokens, self.objective.temperature
         token_ids = fields.token_ids[block]
         student = Distribution.of_logits(z)
@@ -150,49 +167,45 @@ class _Pass:
             sampler_logp=fields.sampler_logp[block],
             advantages=fields.advantages[block],
             row_log_ratio=fields.row_log_ratio[block],
+            sampler_top=None if fields.sampler_top is None else fields.sampler_top.at(block),
             stop_ids=self.objective.stop_ids,
             progress=self.objective.progress,
         )
-        teachers = {name: self._teacher(name, logits, block) for name, logits in teacher_logits.items()}
-        self._record(chunk, teachers, block)
+        teachers = {name: self._scores(name, logits, block) for name, logits in teacher_logits.items()}
+        present = {name: self.batch.teachers[name].present[block] for name in teachers}
+        for name, value in token_statistics(chunk, teachers, present).items():
+            self._put(self.statistics, name, block, value)
         loss = z.new_zeros(())
         token_grad = z.new_zeros(len(z))  # d loss / d token_logp
         z.zero_()
-        for term in self.objective.terms:
+        for term in terms:
             weight = self.batch.term_weights[term.name][block]
-            seen = _under(chunk, teachers, term)
+            row_values = fields.row_values.get(term.name)
+            seen = _under(chunk, teachers, term, None if row_values is None else row_values[block])
             factor = 1.0 if term.correction is None else term.correction(seen)
             active = weight != 0  # elsewhere a factor may be NaN: a given answer has no sampler's probability
             coefficient = torch.where(active, weight * self.objective.weights[term.name] * factor, 0.0)
             value = _add_gradient(term, seen, coefficient, z, token_grad)
             loss += torch.where(active, coefficient * value, 0.0).sum()
             self._put(self.values, term.name, block, torch.where(active, factor * value, torch.nan))
+            if isinstance(term.loss, ClippedLoss):
+                clipped = torch.where(active, term.loss.clipped(seen).to(z.dtype), torch.nan)
+                self._put(self.statistics, f"mismatch/clip_fraction/{term.name}", block, clipped)
         if bool(token_grad.any()):
             _add_token_gradient(z, token_grad / temperature, sampling.p, token_ids)
         return loss
 
-    def _teacher(self, name: str, logits: Tensor, block: slice) -> Distribution:
-        """The teacher's distributions; uniform where its score is missing (the term's weight is zero there)."""
-        present = self.batch.teachers[name].present[block]
+    def _scores(self, name: str, logits: Tensor | None, block: slice) -> Scores:
+        """The teacher's scores; uniform where they are missing (the term's weight is zero there)."""
+        payload = self.batch.teachers[name]
+        if logits is None:
+            assert payload.token_logp is not None, "a teacher gives hidden states or log-probabilities"
+            return Scores(payload.token_logp[block], top=None if payload.top is None else payload.top.at(block))
+        present = payload.present[block]
         if not bool(present.all()):
             logits = logits.masked_fill(~present[:, None], 0.0)
-        return Distribution.of_logits(logits, floor=LOGP_MIN)
-
-    def _record(self, student: TokenChunk, teachers: Mapping[str, Distribution], block: slice) -> None:
-        """Per-token statistics of the block."""
-        negative_entropy = torch.linalg.vecdot(student.student_p, student.student_logp)
-        self._put(self.statistics, "student/entropy", block, -negative_entropy)
-        self._put(self.statistics, "student/token_logp", block, student.token_logp)
-        for name, teacher in teachers.items():
-            missing = ~self.batch.teachers[name].present[block]
-            found = {
-                "kl": negative_entropy - torch.linalg.vecdot(student.student_p, teacher.logp),
-                "entropy": -torch.linalg.vecdot(teacher.p, teacher.logp),
-                "token_logp": _of_token(teacher, student.token_ids),
-                "overlap16": _overlap(student.student_logp, teacher.logp),
-            }
-            for statistic, value in found.items():
-                self._put(self.statistics, f"teacher/{name}/{statistic}", block, value.masked_fill(missing, torch.nan))
+        full = Distribution.of_logits(logits, floor=LOGP_MIN)
+        return Scores(_of_token(full, self.batch.tokens.token_ids[block]), full)
 
     def _put(self, store: dict[str, Tensor], name: str, block: slice, value: Tensor) -> None:
         if name not in store:
@@ -200,31 +213,22 @@ class _Pass:
         store[name][block] = value
 
 
-def _overlap(student_logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """Share of the student's top 16 that is in the teacher's [n]. Over a large vocabulary only the block's first row is
-    looked at, the others are NaN: a top-k costs more than all other statistics together.
-    """
-    k, rows = min(OVERLAP_K, student_logp.shape[1]), 1 if student_logp.shape[1] > OVERLAP_SAMPLED else len(student_logp)
-    student, teacher = (logp[:rows].topk(k, -1).indices for logp in (student_logp, teacher_logp))
-    share = student_logp.new_full((len(student_logp),), torch.nan)
-    share[:rows] = (student[:, :, None] == teacher[:, None, :]).sum((1, 2)) / k
-    return share
-
-
 def _of_token(distribution: Distribution, token_ids: Tensor) -> Tensor:
     return distribution.logp.gather(-1, token_ids[:, None])[:, 0]
 
 
-def _under(chunk: TokenChunk, teachers: Mapping[str, Distribution], term: Term) -> TokenChunk:
-    """The chunk as the term sees it: with its teacher's and its reference's distributions."""
+def _under(chunk: TokenChunk, teachers: Mapping[str, Scores], term: Term, row_value: Tensor | None) -> TokenChunk:
+    """The chunk as the term sees it: with its teacher's and its reference's scores and its rows' values."""
     teacher = None if term.teacher is None else teachers[term.teacher]
     reference = None if term.reference is None else teachers[term.reference]
     return replace(
         chunk,
-        teacher=teacher,
-        teacher_token_logp=None if teacher is None else _of_token(teacher, chunk.token_ids),
-        reference=reference,
-        reference_token_logp=None if reference is None else _of_token(reference, chunk.token_ids),
+        row_value=row_value,
+        teacher=teacher and teacher.full,
+        teacher_token_logp=teacher and teacher.token_logp,
+        teacher_top=teacher and teacher.top,
+        reference=reference and reference.full,
+        reference_token_logp=reference and reference.token_logp,
     )
 
 

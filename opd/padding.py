@@ -13,11 +13,15 @@ def predictor_index(row: int, width: int, prompt_tokens: int, position: int) -> 
     return row * width + prompt_tokens + position - 1
 
 
-def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Row numbers in groups whose padded size (rows * longest) stays within the budget; similar lengths together."""
+def split_by_tokens(lengths: Sequence[int], budget: int, kinds: Sequence[str] | None = None) -> list[list[int]]:
+    """Row numbers in groups whose padded size (rows * longest) stays within the budget.
+
+    Rows of one kind stand side by side, and among those similar lengths; the kind "" comes last.
+    """
+    kinds = [""] * len(lengths) if kinds is None else kinds
     groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
+    for index in sorted(range(len(lengths)), key=lambda i: (not kinds[i], kinds[i], -lengths[i], i)):
+        if groups and max(lengths[i] for i in (*groups[-1], index)) * (len(groups[-1]) + 1) <= budget:
             groups[-1].append(index)
         else:
             groups.append([index])

@@ -3,20 +3,21 @@
 Alignment: every per-token array has one entry per token it describes; the shift between a model's output and the token
 that it predicts is made in `opd.padding.predictor_index` and nowhere else. Lists before batching, tensors after.
 Letters: R response tokens, T padded length, B rows, N trainable tokens, n tokens of a block, V vocabulary, H hidden
-size.
+size, K top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 Message = Mapping[str, str]
 Finish = Literal["stop", "length", "aborted", "given"]  # given: not sampled, the data's own answer
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,18 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class TopK:
+    """The likeliest tokens of every position under one model; a place without a token has log-probability -inf."""
+
+    ids: Tensor  # [R, K]
+    logp: Tensor  # [R, K] nats
+
+    def at(self, positions: slice | Sequence[int] | Tensor) -> TopK:
+        """The same of some positions."""
+        return TopK(self.ids[positions], self.logp[positions])
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled answer. `token_ids` are the ids that the sampler drew, never re-encoded text."""
 
@@ -61,6 +74,7 @@ class Rollout:
     finish: Finish
     version: int  # of the weights that sampled it
     trainable: list[bool] = field(default_factory=list)  # [R], false where the student did not choose; [] = all true
+    sampler_top: TopK | None = None  # [R, K] of the sampling distribution, where `top_logprobs` asks for it
 
     @property
     def group(self) -> tuple[str, str]:
@@ -84,6 +98,19 @@ class FullVocab:
     """
 
     hidden: Tensor  # [R, H]
+    present: Tensor | None = None  # [R] bool, false where the teacher has no score; None: all true
+
+
+@dataclass(frozen=True)
+class SomeTokens:
+    """A teacher's answer for the tokens that it was asked about: the sampled one, and perhaps its likeliest."""
+
+    token_logp: Tensor  # [R] nats, of the response's own tokens
+    top: TopK | None = None  # [R, K]
+    present: Tensor | None = None  # [R] bool, false where the teacher has no score; None: all true
+
+
+TeacherScores = FullVocab | SomeTokens
 
 
 @dataclass(frozen=True)
@@ -102,14 +129,18 @@ class TokenFields:
     sampler_logp: Tensor  # [N]
     advantages: Tensor  # [N]
     row_log_ratio: Tensor  # [N], see TokenChunk; zero where no term asks for it
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)  # term name -> [N], of losses that see whole rows
+    sampler_top: TopK | None = None  # [N, K]
 
 
 @dataclass(frozen=True)
 class TeacherPayload:
     """One teacher's scores for a micro-batch's trainable tokens; `present` is false where the score is missing."""
 
-    hidden: Tensor  # [N, H], zero where missing
+    hidden: Tensor | None  # [N, H] of a teacher that gives the full vocabulary, zero where missing
     present: Tensor  # [N] bool
+    token_logp: Tensor | None = None  # [N] of one that gives some tokens, zero where missing
+    top: TopK | None = None  # [N, K] of the same, no token where missing
 
 
 @dataclass(frozen=True)
@@ -120,20 +151,20 @@ class MicroBatch:
     attention_mask: Tensor  # [B, T]
     tokens: TokenFields
     term_weights: Mapping[str, Tensor]  # term name -> [N], already divided by the term's global count
-    teachers: Mapping[str, TeacherPayload]
+    teachers: Mapping[str, TeacherPayload]  # of the teachers that have scored a row of it
     rows: int  # real rows; a rank with fewer micro-batches than its peers takes part with rows == 0
+    rewards: Sequence[float] = ()  # the rows' verdicts, NaN where there is none; () where nobody asked
 
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch on another device."""
-        move = lambda record: type(record)(**{k: v.to(device) for k, v in vars(record).items()})  # noqa: E731
-        return MicroBatch(
-            self.input_ids.to(device),
-            self.attention_mask.to(device),
-            move(self.tokens),
-            {name: weight.to(device) for name, weight in self.term_weights.items()},
-            {name: move(payload) for name, payload in self.teachers.items()},
-            self.rows,
-        )
+
+def moved(record: Record, device: torch.device) -> Record:
+    """The same record, its tensors on another device."""
+    if isinstance(record, Tensor):
+        return cast(Record, record.to(device))
+    if isinstance(record, Mapping):
+        return cast(Record, {name: moved(value, device) for name, value in record.items()})
+    if is_dataclass(record) and not isinstance(record, type):
+        return cast(Record, type(record)(**{f.name: moved(vars(record)[f.name], device) for f in fields(record)}))
+    return record
 
 
 @dataclass(frozen=True)
@@ -170,6 +201,26 @@ class Distribution:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """One teacher's scores for a block of n tokens."""
+
+    token_logp: Tensor  # [n]
+    full: Distribution | None = None
+    top: TopK | None = None  # [n, K], where the full distribution is not known
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """The R trainable tokens of one row under a term, as a forward pass before the update saw them; constant."""
+
+    student_logp: Tensor  # [R]
+    sampler_logp: Tensor  # [R]
+    teacher_logp: Tensor | None  # [R], NaN where the score is missing
+    reference_logp: Tensor | None  # [R]
+    progress: float  # steps done / steps planned
+
+
+@dataclass(frozen=True)
 class TokenChunk:
     """What a loss sees: a block of n trainable tokens under one term's teacher.
 
@@ -183,11 +234,14 @@ class TokenChunk:
     token_ids: Tensor  # [n]
     sampler_logp: Tensor  # [n]
     advantages: Tensor  # [n]
-    teacher: Distribution | None = None  # None for a term without a teacher
+    teacher: Distribution | None = None  # None for a term without a teacher, or with one that gives some tokens only
     teacher_token_logp: Tensor | None = None  # [n]
+    teacher_top: TopK | None = None  # [n, K], the likeliest tokens of a teacher that gives some tokens only
     reference: Distribution | None = None  # the term's second teacher
     reference_token_logp: Tensor | None = None  # [n]
     row_log_ratio: Tensor | None = None  # [n], mean over the token's row of student minus sampler log-prob
+    row_value: Tensor | None = None  # [n], what the loss made of the token's whole row, see `RowLoss`
+    sampler_top: TopK | None = None  # [n, K], the sampler's likeliest tokens
     stop_ids: tuple[int, ...] = ()  # ids that end an answer, for the student or a teacher
     progress: float = 0.0  # steps done / steps planned, for scheduled parameters
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from opd.records import Credit, FullVocab, Reward, Rollout
+from opd.records import Credit, Reward, Rollout, TeacherScores
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,13 @@ class Row:
     rollout: Rollout
     reward: Reward
     credit: Credit
-    scores: Mapping[str, FullVocab | None]  # teacher name -> scores, None where missing
+    scores: Mapping[str, TeacherScores | None]  # teacher name -> scores, None where missing
     terms: frozenset[str]
+
+    @property
+    def scorers(self) -> list[str]:
+        """The teachers that have scored it."""
+        return [name for name, given in self.scores.items() if given is not None]
 
     @property
     def token_ids(self) -> list[int]:
@@ -28,3 +33,20 @@ class Row:
         """Positions inside the response that the student chose."""
         flags = self.rollout.trainable or [True] * len(self.rollout.token_ids)
         return [position for position, flag in enumerate(flags) if flag]
+
+
+def joined(
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[Reward],
+    credits: Sequence[Credit],
+    scores: Mapping[str, Sequence[TeacherScores | None]],
+    terms_of: Mapping[str, frozenset[str]],
+) -> list[Row]:
+    """One row per rollout; `terms_of`: stream -> names of the terms it trains under."""
+    return [
+        Row(
+            rollout, rewards[i], credits[i], {name: given[i] for name, given in scores.items()},
+            terms_of[rollout.prompt.stream],
+        )
+        for i, rollout in enumerate(rollouts)
+    ]  # fmt: skip

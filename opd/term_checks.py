@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 from opd.config import TrainConfig, nearest
-from opd.losses import Need
+from opd.losses import Need, RowLoss
 from opd.losses.protocol import declared_needs
-from opd.teachers import Teacher
+from opd.teachers import GivesFullVocab, Teacher
 from opd.terms import Term
+from opd.weighting import EarlyDisagreement
 
 
 @runtime_checkable
@@ -19,6 +20,31 @@ class ReadsTeacher(Protocol):
     @property
     def reads_teacher(self) -> str | None:
         """The teacher's name; None where the settings need none."""
+        ...
+
+    @property
+    def reads_scores(self) -> Need:
+        """`full_vocab` or `sampled`: which scores of that teacher."""
+        ...
+
+
+@runtime_checkable
+class GivesTopK(Protocol):
+    """Declared by teachers that give their k likeliest tokens."""
+
+    @property
+    def k(self) -> int:
+        """How many."""
+        ...
+
+
+@runtime_checkable
+class TakesTopK(Protocol):
+    """Losses over the k likeliest tokens."""
+
+    @property
+    def k(self) -> int:
+        """How many."""
         ...
 
 
@@ -70,6 +96,15 @@ def _needs_are_known(config: TrainConfig) -> Iterator[str]:
             yield f"loss.{name} ({kind(term)}): its `needs` names {need!r}, which nothing provides{hint}"
 
 
+def _abilities_are_real(config: TrainConfig) -> Iterator[str]:
+    for name, teacher in config.teacher.items():
+        if "full_vocab" in teacher.provides and not isinstance(teacher, GivesFullVocab):
+            yield (
+                f"teacher.{name} ({type(teacher).__name__}): provides full_vocab, and has no method head() that turns "
+                "its hidden states into logits; add one (opd.teachers.GivesFullVocab)"
+            )
+
+
 def _needs_are_met(config: TrainConfig) -> Iterator[str]:
     for name, term in config.loss.items():
         for teacher_name in term.teachers:
@@ -81,16 +116,21 @@ def _needs_are_met(config: TrainConfig) -> Iterator[str]:
                     f"({type(teacher).__name__}) provides {', '.join(sorted(teacher.provides))}: "
                     "use another loss or teacher"
                 )
+            elif isinstance(teacher, GivesTopK) and isinstance(term.loss, TakesTopK) and term.loss.k > teacher.k:
+                yield (
+                    f"loss.{name}.k={term.loss.k}: teacher.{teacher_name} ({type(teacher).__name__}) gives "
+                    f"{teacher.k} tokens at every position; lower loss.{name}.k, or raise teacher.{teacher_name}.k"
+                )
 
 
 def scores(term: Term) -> list[Need]:
     """What the loss asks of its teacher, and of its reference if it has one."""
-    return [need for need in declared_needs(term.loss) if need in ("full_vocab", "sampled")]
+    return [need for need in declared_needs(term.loss) if need in ("full_vocab", "top_k", "sampled")]
 
 
 def _provides(teacher: Teacher, need: Need) -> bool:
-    """Who knows every token's probability knows the sampled token's."""
-    return need in teacher.provides or (need == "sampled" and "full_vocab" in teacher.provides)
+    """Who knows every token's probability knows those of the likeliest tokens and of the sampled one."""
+    return need in teacher.provides or (need in ("top_k", "sampled") and "full_vocab" in teacher.provides)
 
 
 def _corrections_fit(config: TrainConfig) -> Iterator[str]:
@@ -100,6 +140,30 @@ def _corrections_fit(config: TrainConfig) -> Iterator[str]:
                 f"loss.{name}.correction: {type(term.correction).__name__} multiplies by the ratio of student to "
                 f"sampler, and {kind(term)} holds it already, so that it would count twice: use a TokenMask or a "
                 "SequenceMask, or a loss without the ratio"
+            )
+
+
+def _row_values_are_made(config: TrainConfig) -> Iterator[str]:
+    for name, term in config.loss.items():
+        if "row_value" in term.loss.needs and not isinstance(term.loss, RowLoss):
+            yield (
+                f"loss.{name} ({kind(term)}): its `needs` names row_value, and it has no method of_row(row) that makes "
+                "the values; add one (opd.losses.RowLoss)"
+            )
+
+
+def _sampler_tops_are_kept(config: TrainConfig) -> Iterator[str]:
+    params = config.sampler.params
+    for name, term in config.loss.items():
+        if "sampler_top" in term.loss.needs and not params.top_logprobs:
+            yield (
+                f"sampler.params.top_logprobs=0: loss.{name} ({kind(term)}) needs the sampler's likeliest tokens at "
+                "every position; set sampler.params.top_logprobs=128"
+            )
+        if "sampler_top" in term.loss.needs and params.temperature != 1.0:
+            yield (
+                f"sampler.params.temperature={params.temperature:g}: loss.{name} ({kind(term)}) compares the sampler's "
+                "likeliest tokens with the student's at temperature 1; set temperature=1"
             )
 
 
@@ -113,6 +177,17 @@ def _weighers_fit(config: TrainConfig) -> Iterator[str]:
                     f"{where} reads the scores of teacher.{teacher}, and the term has "
                     f"{' and '.join(term.teachers) or 'no teacher'}: set loss.{name}.weigh.{key}.teacher or "
                     f"loss.{name}.teacher"
+                )
+            given = config.teacher.get(teacher or "")
+            if isinstance(weigher, ReadsTeacher) and given and not _provides(given, weigher.reads_scores):
+                yield (
+                    f"{where} reads {weigher.reads_scores} scores; teacher.{teacher} ({type(given).__name__}) "
+                    f"provides {', '.join(sorted(given.provides))}: use another weigher or teacher"
+                )
+            if isinstance(weigher, EarlyDisagreement) and config.sampler.params.temperature != 1.0:
+                yield (
+                    f"sampler.params.temperature={config.sampler.params.temperature:g}: {where} would compare the "
+                    "student's log-probability at that temperature with the teacher's at 1; set temperature=1"
                 )
             if isinstance(weigher, ReadsRewards) and weigher.reads_rewards and not config.reward:
                 yield f"{where} needs rewards, and there is none: add e.g. +reward@reward.correct=exact"
@@ -129,4 +204,7 @@ def kind(term: Term) -> str:
     return type(term.loss).__name__
 
 
-TERM_RULES = (_terms_exist, _teachers_exist, _needs_are_known, _needs_are_met, _corrections_fit, _weighers_fit)
+TERM_RULES = (
+    _terms_exist, _teachers_exist, _needs_are_known, _abilities_are_real, _needs_are_met, _corrections_fit,
+    _row_values_are_made, _sampler_tops_are_kept, _weighers_fit,
+)  # fmt: skip

@@ -42,7 +42,7 @@ class Term:
     def needs_facts(self) -> bool:
         """Whether a forward pass without gradients must precede the update."""
         asked = self.loss.needs | (frozenset() if self.correction is None else self.correction.needs)
-        return "row_ratio" in asked or any(weigher.needs_facts for weigher in self.weigh.values())
+        return bool({"row_ratio", "row_value"} & asked) or any(weigher.needs_facts for weigher in self.weigh.values())
 
     @property
     def needs_advantage(self) -> bool:

@@ -40,9 +40,7 @@ def named_weights(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tenso
 
 def hf_name(name: str) -> str:
     """The Hugging Face name of a parameter of a model that may be wrapped by an adapter."""
-    return (
-        name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
-    )
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
 
 
 def check_adapter(model: nn.Module) -> None:
@@ -69,11 +67,12 @@ def check_adapter(model: nn.Module) -> None:
             f"student.lora: merging {', '.join(unknown)} is not supported; use plain LoRA on linear or embedding layers"
         )
     base: Any = model.get_base_model()
-    adapted = isinstance(base.get_input_embeddings(), LoraLayer | AuxiliaryTrainingWrapper)
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    adapted = any(isinstance(layer, LoraLayer | AuxiliaryTrainingWrapper) for layer in ends)
     if adapted and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
-            "student.lora: the embedding is tied to the head, and an adapter on it would part the two; leave the "
-            "embedding out of target_modules, modules_to_save and trainable_token_indices"
+            "student.lora: the embedding is tied to the head, and an adapter on either would part the two; leave both "
+            "out of target_modules, modules_to_save and trainable_token_indices"
         )
 
 

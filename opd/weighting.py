@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from opd import ranks
+from opd.losses import Need
 from opd.rows import Row
 
 Facts = Sequence[Mapping[str, Tensor]]  # per row: statistic name -> values of its trainable tokens
@@ -137,6 +138,7 @@ class ByPerplexity:
     side: Literal["right", "wrong", "all"] = "all"
     threshold: float = 0.5
     needs_facts: ClassVar[bool] = True
+    reads_scores: ClassVar[Need] = "sampled"
 
     def __post_init__(self) -> None:
         if not self.tau > 0.0:
@@ -169,7 +171,7 @@ class ByPerplexity:
         if not row.trainable or not self._counts(row):
             return None
         name = "student/token_logp" if self.of == "student" else f"teacher/{self.teacher}/token_logp"
-        mean = fact[name].double().mean().item()
+        mean = _fact(fact, name).double().mean().item()
         return None if isnan(mean) else (-mean if self.of == "student" else mean) / self.tau
 
     def _counts(self, row: Row) -> bool:
@@ -195,6 +197,7 @@ class TopShare:
     score: Literal["entropy", "divergence", "soft_or"] = "entropy"
     teacher: str = "main"
     needs_facts: ClassVar[bool] = True
+    reads_scores: ClassVar[Need] = "full_vocab"
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:
@@ -249,6 +252,7 @@ class EarlyDisagreement:
     gamma: float = 0.5
     teacher: str = "main"
     needs_facts: ClassVar[bool] = True
+    reads_scores: ClassVar[Need] = "sampled"
 
     @property
     def reads_teacher(self) -> str | None:
@@ -272,6 +276,7 @@ class TeacherConfidence:
 
     teacher: str = "main"
     needs_facts: ClassVar[bool] = True
+    reads_scores: ClassVar[Need] = "full_vocab"
 
     @property
     def reads_teacher(self) -> str | None:
@@ -287,5 +292,7 @@ class TeacherConfidence:
 
 
 def _fact(fact: Mapping[str, Tensor], name: str) -> Tensor:
-    """A row's values; none for a row of a micro-batch without any trainable token, of which nothing is known."""
-    return fact[name] if fact else torch.zeros(0)
+    """A row's values: NaN where the teacher scored none of its micro-batch, none where that has no trainable token."""
+    if not fact:
+        return torch.zeros(0)
+    return fact[name] if name in fact else torch.full_like(next(iter(fact.values())), torch.nan)

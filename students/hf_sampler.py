@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from opd.records import Prompt, Rollout
+from opd.records import Prompt, Rollout, TopK
 from opd.students.model import Dtype, HFStudent
 from opd.students.sampler import SamplingParams, WeightNames, request_seed, text_of
 
@@ -72,7 +72,8 @@ class HFSampler:
         mask = torch.tensor([[0] * (width - len(p.token_ids)) + [1] * len(p.token_ids) for p, _ in requests])
         device = self.model.device
         seeds = [request_seed(seed, prompt, index) for prompt, index in requests]
-        draw = _Draw(None if params.temperature == 0.0 else [torch.Generator(device).manual_seed(s) for s in seeds])
+        generators = None if params.temperature == 0.0 else [torch.Generator(device).manual_seed(s) for s in seeds]
+        draw = _Draw(generators, params.top_logprobs)
         output = self.model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
@@ -83,12 +84,15 @@ class HFSampler:
             logits_processor=LogitsProcessorList([*_warpers(params), draw]),
         )
         logp = torch.stack(draw.logp, -1)
+        top = draw.top()
         return [
-            self._rollout(prompt, index, output[row, width:].tolist(), logp[row].tolist())
+            self._rollout(prompt, index, output[row, width:].tolist(), logp[row].tolist(), top and top[row])
             for row, (prompt, index) in enumerate(requests)
         ]
 
-    def _rollout(self, prompt: Prompt, index: int, token_ids: list[int], logp: list[float]) -> Rollout:
+    def _rollout(
+        self, prompt: Prompt, index: int, token_ids: list[int], logp: list[float], top: TopK | None
+    ) -> Rollout:
         end = next((i + 1 for i, token in enumerate(token_ids) if token in self.stop_ids), None)
         kept = token_ids if end is None else token_ids[:end]
         return Rollout(
@@ -99,6 +103,7 @@ class HFSampler:
             text=text_of(self.tokenizer, kept),
             finish="length" if end is None else "stop",
             version=self.version,
+            sampler_top=None if top is None else top.at(slice(len(kept))),
         )
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -137,9 +142,10 @@ class _Draw(LogitsProcessor):
     likeliest one. `generate` takes the largest score that it gets back: the token whose log p was noted.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator] | None) -> None:
-        self.generators = generators
+    def __init__(self, generators: Sequence[torch.Generator] | None, top_logprobs: int) -> None:
+        self.generators, self.top_logprobs = generators, top_logprobs
         self.logp: list[Tensor] = []  # [B] of each token drawn so far
+        self.likeliest: list[tuple[Tensor, Tensor]] = []  # log-probs [B, K] and ids of each
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scores [B, V] whose largest is the draw."""
@@ -149,4 +155,13 @@ class _Draw(LogitsProcessor):
             waits = torch.stack([torch.empty_like(logp[0]).exponential_(generator=each) for each in self.generators])
             noisy = logp - waits.log()
         self.logp.append(logp.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0])
+        if self.top_logprobs:
+            self.likeliest.append(logp.topk(min(self.top_logprobs, logp.shape[1]), -1))
         return noisy
+
+    def top(self) -> list[TopK] | None:
+        """The likeliest tokens [T, K] per row; None where they were not asked for."""
+        if not self.likeliest:
+            return None
+        logp, ids = (torch.stack(parts, 1).cpu() for parts in zip(*self.likeliest, strict=True))
+        return [TopK(*row) for row in zip(ids, logp, strict=True)]

@@ -16,13 +16,17 @@ from opd.students.model import HFStudent
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How answers are drawn; `temperature` 0 is greedy. Log-probs are those of the distribution that was sampled."""
+    """How answers are drawn; `temperature` 0 is greedy. Log-probs are those of the distribution that was sampled.
+
+    `top_logprobs`: of how many of the likeliest tokens they are kept too, for losses that need `sampler_top`.
+    """
 
     max_tokens: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -34,6 +38,9 @@ class SamplingParams:
                 f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p}: need 0 < top_p <= 1, top_k >= 0 "
                 "(0 = all) and 0 <= min_p < 1"
             )
+
+        if self.top_logprobs < 0:
+            raise ValueError(f"top_logprobs={self.top_logprobs}: must not be negative (0 keeps none)")
 
     @property
     def truncates(self) -> bool:

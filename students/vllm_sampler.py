@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from opd import ranks
-from opd.records import Finish, Prompt, Rollout
+from opd.records import Finish, Prompt, Rollout, TopK
 from opd.students.model import Dtype, HFStudent
 from opd.students.sampler import SamplingParams, WeightNames, request_seed, text_of
 
 if TYPE_CHECKING:
+    from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput
 
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -73,6 +74,7 @@ class VLLMSampler:
             logprobs_mode="processed_logprobs",
             trust_remote_code=student.trust_remote_code,
             seed=0,
+            max_logprobs=max(20, self.params.top_logprobs),
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **settings,
@@ -97,7 +99,7 @@ class VLLMSampler:
                     min_p=params.min_p,
                     stop_token_ids=self.stop_ids,
                     ignore_eos=True,  # the ids above are all that end an answer
-                    logprobs=0,
+                    logprobs=params.top_logprobs,
                     detokenize=False,
                     seed=request_seed(seed, prompt, index),
                 )
@@ -106,20 +108,21 @@ class VLLMSampler:
             use_tqdm=False,
         )
         return [
-            self._rollout(prompt, index, output.outputs[0])
+            self._rollout(prompt, index, output.outputs[0], params.top_logprobs)
             for (prompt, index), output in zip(requests, outputs, strict=True)
         ]
 
-    def _rollout(self, prompt: Prompt, index: int, output: CompletionOutput) -> Rollout:
-        token_ids = list(output.token_ids)
+    def _rollout(self, prompt: Prompt, index: int, output: CompletionOutput, top: int) -> Rollout:
+        token_ids, entries = list(output.token_ids), list(output.logprobs or [])
         return Rollout(
             prompt=prompt,
             sample_index=index,
             token_ids=token_ids,
-            logp=[(entry or {})[token].logprob for token, entry in zip(token_ids, output.logprobs or [], strict=True)],
+            logp=[(entry or {})[token].logprob for token, entry in zip(token_ids, entries, strict=True)],
             text=text_of(self.tokenizer, token_ids),
             finish=FINISH.get(output.finish_reason or "", "aborted"),
             version=self.version,
+            sampler_top=_top(entries, top) if top else None,
         )
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -143,6 +146,17 @@ class VLLMSampler:
         self.engine.llm_engine.engine_core.shutdown()
         del self.engine
         gc.collect()
+
+
+def _top(entries: Sequence[Mapping[int, Logprob] | None], k: int) -> TopK:
+    """The k likeliest of every position; the sampled token comes on top of them where it is not one."""
+    positions = [sorted((entry or {}).items(), key=lambda item: -item[1].logprob)[:k] for entry in entries]
+    ids = torch.zeros(len(positions), k, dtype=torch.long)
+    logp = torch.full((len(positions), k), -torch.inf)
+    for row, found in enumerate(positions):
+        ids[row, : len(found)] = torch.tensor([token for token, _ in found])
+        logp[row, : len(found)] = torch.tensor([score.logprob for _, score in found])
+    return TopK(ids, logp)
 
 
 def _expected_names(student: HFStudent) -> list[str]:

@@ -160,15 +160,11 @@ class Setting:
     def batch(self, rows: Sequence[Row] | None = None, terms: Sequence[Term] = (), budget: int = 1000) -> Batch:
         """The rows as micro-batches."""
         chosen = self.rows if rows is None else rows
-        return make_batch(chosen, terms or list(TERMS.values()), self.widths(), budget, 0)
+        return make_batch(chosen, terms or list(TERMS.values()), budget, 0)
 
     def objective(self, terms: Sequence[Term] = (), weights: Mapping[str, float] | None = None) -> Objective:
         """The terms under `WEIGHTS`."""
         return Objective(terms or list(TERMS.values()), weights or WEIGHTS, self.vocab_size, chunk_tokens=4)
-
-    def widths(self) -> dict[str, int]:
-        """Teacher name -> hidden size."""
-        return {"main": self.teacher.head().weight.shape[1]}
 
     def heads(self) -> dict[str, Any]:
         """Teacher name -> head."""

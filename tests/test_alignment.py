@@ -92,7 +92,7 @@ def through_engine(
     model: nn.Module, sample: Rollout, scores: FullVocab, head: Head
 ) -> tuple[Tensor, dict[str, Tensor], MicroBatch]:
     """Loss, statistics and the micro-batch of one row under the KL term."""
-    batch = make_batch([row(sample, scores=scores)], [KL], {"main": head.weight.shape[1]}, 100, 0)
+    batch = make_batch([row(sample, scores=scores)], [KL], 100, 0)
     micro = batch.micro_batches[0]
     loss, _, statistics = _Trainee(model)(micro, {"main": head}, Objective([KL], {"kl": 1.0}, len(head.weight)))
     return loss, dict(statistics), micro
@@ -175,7 +175,7 @@ RAGGED = [rollout([7, 9], [11, 12, 13, 14, 15]), rollout([5, 6, 7, 8, 9, 10, 11,
 def ragged_batch(teacher: LocalTeacher) -> MicroBatch:
     """Prompts of 2 and 9 tokens, answers of 5 and 3, in one micro-batch."""
     rows = [row(sample, scores=scores) for sample, scores in zip(RAGGED, teacher.score(RAGGED), strict=True)]
-    return make_batch(rows, [KL], {"main": teacher.head().weight.shape[1]}, 100, 0).micro_batches[0]
+    return make_batch(rows, [KL], 100, 0).micro_batches[0]
 
 
 def widened(micro: MicroBatch, extra: int) -> MicroBatch:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from opd.batching import make_batch
-from opd.losses import Formula
+from opd.losses import Formula, OnTopK, ReverseKL
 from opd.objective import Objective
 from opd.padding import split_by_tokens
-from opd.records import FullVocab, TokenChunk
-from opd.terms import Aggregation
+from opd.records import FullVocab, SomeTokens, TokenChunk, TopK
+from opd.terms import Aggregation, Term
 from tests.rows import (
     CONSTANT_WEIGHTS,
     TERMS,
@@ -132,7 +132,7 @@ def test_a_row_leaves_only_the_terms_whose_signal_it_lacks(setting: Setting) -> 
     assert by_tokens[4].term_weights["kl"].tolist() == [0.0] * 4
     assert by_tokens[4].term_weights["pg"].tolist() == pytest.approx([1 / 12] * 4)
     assert by_tokens[1].term_weights["jsd"].tolist() == [0.0]
-    assert not by_tokens[4].teachers["main"].present.any()
+    assert "main" not in by_tokens[4].teachers
     assert by_tokens[8].teachers["main"].present.all()
 
 
@@ -156,7 +156,7 @@ def test_tokens_the_student_did_not_choose_are_context_only() -> None:
     sample = rollout([3, 4], [5, 6, 7, 8], logp=[-1.0, -2.0, -3.0, -4.0], trainable=[True, False, False, True])
     hidden = torch.arange(8.0).reshape(4, 2)
     made = row(sample, scores=FullVocab(hidden), advantage=0.5)
-    micro = make_batch([made], list(TERMS.values()), {"main": 2}, 100, 0).micro_batches[0]
+    micro = make_batch([made], list(TERMS.values()), 100, 0).micro_batches[0]
     assert micro.input_ids.tolist() == [[3, 4, 5, 6, 7, 8]]
     assert micro.tokens.predictor.tolist() == [1, 4]
     assert micro.tokens.token_ids.tolist() == [5, 8]
@@ -167,10 +167,45 @@ def test_tokens_the_student_did_not_choose_are_context_only() -> None:
 
 def test_missing_states_take_the_dtype_of_the_others() -> None:
     rows = [row(rollout([3], [4, 5])), row(rollout([3], [4]), scores=FullVocab(torch.ones(1, 2, dtype=torch.bfloat16)))]
-    payload = make_batch(rows, [TERMS["kl"]], {"main": 2}, 100, 0).micro_batches[0].teachers["main"]
+    payload = make_batch(rows, [TERMS["kl"]], 100, 0).micro_batches[0].teachers["main"]
     assert payload.hidden.dtype == torch.bfloat16
-    assert payload.present.tolist() == [False, False, True]
-    assert payload.hidden.tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    assert payload.present.tolist() == [True, False, False]
+    assert payload.hidden.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def some(present: list[bool] | None, count: int = 3, k: int = 2) -> SomeTokens:
+    """Scores -1, -2, -3 of `count` tokens, and the `k` likeliest."""
+    top = TopK(torch.arange(k).repeat(count, 1), torch.full((count, k), -0.5))
+    there = None if present is None else torch.tensor(present)
+    return SomeTokens(-torch.arange(1.0, count + 1), top, there)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_token_without_a_score_leaves_the_term_and_its_count(aggregation: str) -> None:
+    """Rows of 3 and 2 tokens of which the second and the first have no score: 3 tokens count, of 2 rows."""
+    rows = [
+        row(rollout([3], [4, 5, 6]), scores=some([True, False, True])),
+        row(rollout([3], [4, 5]), scores=some([False, True], count=2, k=1)),
+    ]
+    term = Term("kl", OnTopK(ReverseKL(), k=2), teacher="main", aggregation=aggregation)
+    batch = make_batch(rows, [term, TERMS["pg"]], 100, 0)
+    micro = batch.micro_batches[0]
+    assert batch.term_counts["kl"] == (3.0 if aggregation == "token_mean" else 2.0)
+    shares = [1 / 3, 0, 1 / 3, 0, 1 / 3] if aggregation == "token_mean" else [1 / 4, 0, 1 / 4, 0, 1 / 2]
+    assert micro.term_weights["kl"].tolist() == pytest.approx(shares)
+    payload = micro.teachers["main"]
+    assert payload.hidden is None
+    assert payload.present.tolist() == [True, False, True, False, True]
+    assert payload.token_logp.tolist() == [-1.0, 0.0, -3.0, 0.0, -2.0]
+    assert payload.top.logp.tolist() == [[-0.5, -0.5]] * 3 + [[-0.5, -torch.inf]] * 2
+
+
+def test_some_tokens_beside_a_row_without_scores() -> None:
+    rows = [row(rollout([3], [4, 5, 6]), scores=some(None)), row(rollout([3], [4, 5]))]
+    payload = make_batch(rows, [], 100, 0).micro_batches[0].teachers["main"]
+    assert payload.present.tolist() == [True, True, True, False, False]
+    assert payload.token_logp.tolist() == [-1.0, -2.0, -3.0, 0.0, 0.0]
+    assert payload.top.logp[3:].tolist() == [[-torch.inf, -torch.inf]] * 2
 
 
 @pytest.mark.parametrize("budget", [1, 7, 12, 30, 1000])
@@ -187,7 +222,7 @@ def test_a_row_longer_than_the_budget_stands_alone() -> None:
 
 
 def test_no_rows_at_all_make_an_empty_batch() -> None:
-    batch = make_batch([], list(TERMS.values()), {"main": 2}, 100, 0)
+    batch = make_batch([], list(TERMS.values()), 100, 0)
     assert batch.micro_batches == []
     assert set(batch.term_counts.values()) == {0.0}
 
@@ -196,7 +231,7 @@ def test_an_empty_answer_carries_no_weight() -> None:
     """A rollout that was aborted before its first token: it is not a row of any mean either."""
     rows = [row(rollout([3], []), advantage=1.0), row(rollout([3], [4, 5]), advantage=1.0)]
     term = replace(TERMS["pg"], aggregation="sequence_mean")
-    batch = make_batch(rows, [term], {}, 100, 0)
+    batch = make_batch(rows, [term], 100, 0)
     assert batch.term_counts == {"pg": 1.0}
     assert batch.micro_batches[0].term_weights["pg"].tolist() == [0.5, 0.5]
 

@@ -311,14 +311,26 @@ def test_a_prompt_over_the_limit(opd: list[str]) -> None:
     "where", ["student.lora.target_modules=[q_proj,lm_head]", "+student.lora.modules_to_save=[lm_head]",
               "student.lora.target_modules='.*_proj|lm_head'"],
 )  # fmt: skip
-def test_an_adapter_on_the_head(where: str, opd: list[str]) -> None:
+def test_an_adapter_on_a_tied_head(where: str, opd: list[str], tmp_path: Path) -> None:
     message = refusal("student=lora", *opd, where)
-    assert message.startswith("student.lora: lm_head is the head")
+    assert message.startswith("student.lora: lm_head is the head, which student.model=")
     assert "leave it out of target_modules and modules_to_save" in message
+    untied = save_model(tmp_path / "untied", tied=False)
+    assert prepare("student=lora", *opd, where, f"student.model={untied}")
 
 
 def test_an_adapter_that_cannot_be_merged_exactly(opd: list[str]) -> None:
     assert refusal("student=lora", *opd, "+student.lora.use_dora=true").startswith("student.lora.use_dora: ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [("lr=-1.0", "Invalid learning rate: -1.0"), ("betas=[0.9]", "betas"), ("betas=[0.9,1.5]", "Invalid beta"),
+     ("weight_decay=-0.1", "Invalid weight_decay")],
+)  # fmt: skip
+def test_an_optimizer_that_torch_refuses(setting: str, says: str, opd: list[str]) -> None:
+    message = refusal(*opd, "engine.optimizer._target_=torch.optim.AdamW", f"++engine.optimizer.{setting}")
+    assert message.startswith("engine.optimizer (AdamW): ") and says in message
 
 
 @pytest.mark.parametrize(

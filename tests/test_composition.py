@@ -32,6 +32,7 @@ GROUPS = ["credit=grpo", "data.streams.main.samples=4"]
 REFERENCE = ["+teacher@teacher.reference=local", "teacher.reference.model=${teacher.main.model}"]
 MORE = {  # what an option cannot do without
     **{f"loss/{name}": GROUPS for name in ("grpo", "gspo", "cispo", "sapo", "bpo", "grpo_modulated")},
+    "loss/score_centering": [*GROUPS, "sampler.params.top_logprobs=8"],
     "loss/extrapolated": REFERENCE,
     "data/addition_two_streams": ["+loss@loss.grpo=grpo", "credit=grpo"],
 }
@@ -76,7 +77,7 @@ def experiment(option: str, opd: list[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------ YAML and classes agree
 
 SUMS_HELD_OUT = {"data.heldout.split", "data.heldout.size", "data.max_prompt_tokens"}
-TEACHERLESS = {"cispo", "sapo", "gspo", "bpo", "grpo", "cross_entropy", "none"}
+TEACHERLESS = {"cispo", "sapo", "gspo", "bpo", "grpo", "score_centering", "cross_entropy", "none"}
 OF_LOSSES = {path.stem for path in (CONF / "loss").glob("*.yaml")} - TEACHERLESS  # their teacher is `main`
 DELIBERATE = {  # YAML defaults that differ from the class's on purpose: option -> keys
     **{f"loss/{name}": {"loss.x.teacher"} for name in OF_LOSSES},
@@ -93,7 +94,7 @@ DELIBERATE = {  # YAML defaults that differ from the class's on purpose: option 
     "eval/none": {"eval.every", "eval.problems", "eval.teacher"},
     "loss/reverse_kl_floored": {"loss.x.teacher", "loss.x.floor"},
 }
-SET_BY_THE_TEST = {"loss.distill.teacher", "data.train.size", "data.heldout.size"}
+SET_BY_THE_TEST = {"loss.distill.teacher", "sampler.params.top_logprobs", "data.train.size", "data.heldout.size"}
 SCALARS = (NoneType, bool, int, float, str)
 
 

@@ -244,6 +244,36 @@ def test_a_tied_head_gets_the_embeddings_part_and_the_heads_part(setting: Settin
     assert torch.allclose(tied, of_embedding + of_head, atol=1e-6)
 
 
+ON_HEAD = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+WHOLE_HEAD = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("lora", [ON_HEAD, WHOLE_HEAD], ids=["adapter", "whole"])
+def test_the_head_of_an_untied_model_may_be_adapted(
+    setting: Setting, tmp_path: Path, lora: LoraConfig, stage: int
+) -> None:
+    """Two updates equal plain torch on the model's own logits; the sampler gets the merged head, the base is kept."""
+    untied = replace(setting, student=save_model(tmp_path, 0, hidden=16, layers=1, tied=False))
+    student = HFStudent(str(untied.student), lora=lora)
+    torch.manual_seed(0)
+    reference = student.load().double()
+    plain_updates(untied, reference, [untied.rows] * 2)
+    torch.manual_seed(0)
+    trained = engine(student, stage)
+    for _ in range(2):
+        trained.update(untied.batch(budget=12), untied.objective(), untied.heads())
+    merged, original = weights_of(trained), all_weights(AutoModelForCausalLM.from_pretrained(untied.student))
+    assert largest_difference(merged, all_weights(reference.merge_and_unload())) < 2e-6
+    changed = {name for name in merged if not torch.equal(merged[name], original[name])}
+    assert changed == {"lm_head.weight", "model.layers.0.self_attn.q_proj.weight"}
+
+
+def test_an_adapter_on_a_tied_head_is_refused(setting: Setting) -> None:
+    with pytest.raises(ValueError, match="tied to the head"):
+        engine(HFStudent(str(setting.student), lora=ON_HEAD))
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_only_the_adapter_is_trained(setting: Setting, stage: int) -> None:
     """Two updates of the adapter alone equal plain torch; every other weight stays bit for bit."""

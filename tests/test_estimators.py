@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opd.losses import CrossEntropy, ReverseKL, SampledKL, SampledReverseKL
-from opd.records import Distribution, TokenChunk
+from opd.records import Distribution, TokenChunk, TokenRow
 from tests.chunks import chunk_of
 
 P, Q = [0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1]
@@ -154,3 +154,79 @@ def test_a_token_the_student_all_but_excludes_stays_finite() -> None:
     for loss in UNBIASED:
         assert torch.isfinite(loss(chunk)).all(), loss
     assert exp(20) < 1e9
+
+
+# ---------------------------------------------------------------------------------------------------- discounted future
+
+
+def row_of(gaps: list[float]) -> TokenRow:
+    """A row whose log q - log p are `gaps`."""
+    student = torch.full((len(gaps),), -2.0, dtype=torch.float64)
+    return TokenRow(student, student, student + torch.tensor(gaps, dtype=torch.float64), None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "future"),
+    [
+        (SampledReverseKL(gamma=1.0), [5.0, 3.0, 4.0, 0.0]),
+        (SampledReverseKL(gamma=0.5), [1.25, 0.5, 2.0, 0.0]),
+        (SampledReverseKL(gamma=1.0, length_normalised=True), [5 / 3, 1.5, 4.0, 0.0]),
+        (SampledReverseKL(gamma=1.0, shape="clip", low=-0.5, high=3.0), [4.5, 2.5, 3.0, 0.0]),
+    ],
+    ids=["sum", "discounted", "mean", "clipped"],
+)
+def test_the_future_of_a_row(loss: SampledReverseKL, future: list[float]) -> None:
+    """Gaps 1, 2, -1, 4. At gamma .5: .5 * 4 = 2; .5 * (-1 + 2) = .5; .5 * (2 + .5) = 1.25."""
+    assert loss.of_row(row_of([1.0, 2.0, -1.0, 4.0])).tolist() == pytest.approx(future)
+
+
+def test_a_missing_score_has_no_part_in_the_future() -> None:
+    row = row_of([1.0, float("nan"), 3.0])
+    assert SampledReverseKL(gamma=1.0).of_row(row).tolist() == [3.0, 3.0, 0.0]
+
+
+def test_the_future_joins_the_token_s_own_or_stands_alone() -> None:
+    """Token 1 of P and Q: log .6 / .3 = ln 2; the row adds 5."""
+    chunk = replace(sampled(1)[0], row_value=torch.tensor([5.0], dtype=torch.float64))
+    assert SampledReverseKL(gamma=1.0).advantage(chunk).item() == pytest.approx(log(2) + 5)
+    assert SampledReverseKL(gamma=1.0, own=False).advantage(chunk).item() == pytest.approx(5)
+
+
+def test_undiscounted_rows_have_the_gradient_of_the_whole_answer_s_reverse_kl() -> None:
+    """Answers of two tokens over three ids, the second's distribution depending on the first: exact enumeration of the
+    nine answers against the gradient of sum_y p(y) log p(y) / q(y). One token's horizon has another gradient."""
+    generator = torch.Generator().manual_seed(0)
+    start, after = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3)))
+    teacher = [torch.log_softmax(torch.randn(*s, generator=generator, dtype=torch.float64), -1) for s in ((3,), (3, 3))]
+    leaves = [start.requires_grad_(), after.requires_grad_()]
+
+    def logp(a: int, b: int) -> Tensor:
+        return torch.stack([torch.log_softmax(leaves[0], -1)[a], torch.log_softmax(leaves[1], -1)[a, b]])
+
+    answers = [(a, b) for a in range(3) for b in range(3)]
+    whole = sum(
+        logp(a, b).sum().exp() * (logp(a, b) - torch.stack([teacher[0][a], teacher[1][a, b]])).sum() for a, b in answers
+    )
+    expected = torch.autograd.grad(whole, leaves)
+
+    def mean_gradient(loss: SampledReverseKL) -> list[Tensor]:
+        total = torch.zeros((), dtype=torch.float64)
+        for a, b in answers:
+            mine, theirs = logp(a, b), torch.stack([teacher[0][a], teacher[1][a, b]])
+            fixed = mine.detach()
+            chunk = TokenChunk(
+                Distribution(torch.zeros(2, 3)), mine, torch.tensor([a, b]), fixed, torch.zeros(2),
+                teacher_token_logp=theirs, row_value=loss.of_row(TokenRow(fixed, fixed, theirs, None, 0.0)),
+            )  # fmt: skip
+            total = total + fixed.sum().exp() * loss(chunk).sum()
+        return torch.autograd.grad(total, leaves)
+
+    for mine, theirs in zip(mean_gradient(SampledReverseKL(gamma=1.0)), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not torch.allclose(mean_gradient(SampledReverseKL())[0], expected[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(("settings", "says"), [({"gamma": 1.5}, "gamma=1.5"), ({"own": False}, "own=false")])
+def test_a_future_that_cannot_be(settings: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SampledReverseKL(**settings)

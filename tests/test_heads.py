@@ -84,7 +84,8 @@ def test_soft_cap_matters_in_these_tests() -> None:
     model = build(MODELS["soft cap"])
     body, head = split_model(model)
     assert (head.softcap, head.scale) == (2.0, 1.0)
-    assert head.raw_logits(body(input_ids=IDS).last_hidden_state[0]).abs().max() > 2 > recomposed(model).abs().max()
+    uncapped = head.raw_logits(body(input_ids=IDS).last_hidden_state[0], None)
+    assert uncapped.abs().max() > 2 > recomposed(model).abs().max()
 
 
 class Altered(Qwen3ForCausalLM):
@@ -131,5 +132,5 @@ def test_a_narrowed_head_leaves_padding_rows_out_of_the_softmax() -> None:
 def test_logits_are_scaled_before_they_are_capped() -> None:
     """h = 4, w = (1, -2), scale 1/2, cap 3: raw (2, -4), capped 3 tanh(2/3) = 1.7483, 3 tanh(-4/3) = -2.6102."""
     head = Head(torch.tensor([[1.0], [-2.0]]), scale=0.5, softcap=3.0)
-    torch.testing.assert_close(head.raw_logits(torch.tensor([[4.0]])), torch.tensor([[2.0, -4.0]]))
+    torch.testing.assert_close(head.raw_logits(torch.tensor([[4.0]]), None), torch.tensor([[2.0, -4.0]]))
     torch.testing.assert_close(head.logits(torch.tensor([[4.0]])), torch.tensor([[1.7483, -2.6102]]), atol=1e-3, rtol=0)

@@ -21,7 +21,7 @@ from opd.config import TrainConfig, load_config
 from opd.heads import Head
 from opd.metrics import outcome_metrics
 from opd.objective import Objective, Outcome, streamed_loss
-from opd.records import Batch, Example, FullVocab, MicroBatch, Prompt, Reward, Rollout
+from opd.records import Batch, Example, FullVocab, MicroBatch, Prompt, Reward, Rollout, TopK
 from opd.rows import Row
 from opd.weighting import Facts, split_by_rows
 from tests.composing import composed
@@ -88,6 +88,7 @@ class Seen:
     y: Tensor  # [N]
     mu: Tensor  # [N], sampler probability of y
     row: Tensor  # [N]
+    top: TopK  # [N, K], some sampler's likeliest tokens
     progress: float
 
     def of(self, full: Tensor) -> Tensor:
@@ -129,6 +130,8 @@ class Fixed:
         noise[self.row == 8] -= log(1.24)  # a right row between the upper bounds 1.2 and 1.28
         noise[self.row == 9] -= log(0.95)
         self.sampler_logp = (p.gather(-1, self.y[:, None])[:, 0].log() + noise).float()
+        likeliest = warmed(p, 1.5).topk(20)
+        self.top = TopK(likeliest.indices, likeliest.values.log().float())
 
     def rows(self, config: TrainConfig) -> list[Row]:
         """With the credit that the configuration gives."""
@@ -136,9 +139,8 @@ class Fixed:
         rollouts, rewards = [], []
         for row, group in enumerate(GROUP):
             mine = self.row == row
-            rollouts.append(
-                Rollout(prompts[group], row, self.y[mine].tolist(), self.sampler_logp[mine].tolist(), "", "stop", 0)
-            )
+            ids, logp = self.y[mine].tolist(), self.sampler_logp[mine].tolist()
+            rollouts.append(Rollout(prompts[group], row, ids, logp, "", "stop", 0, sampler_top=self.top.at(mine)))
             parts = {"correct": CORRECT[row]} | ({"form": FORM[row]} if "form" in config.reward else {})
             rewards.append(Reward(sum(parts.values()), parts))
         credits = config.credit.assign(rollouts, rewards)
@@ -172,7 +174,7 @@ class Fixed:
         return {term.name: metrics[f"loss/{term.name}"].value for term in terms}, hidden.grad
 
     def _batch(self, rows: list[Row], objective: Objective, facts: Facts) -> Batch:
-        return make_batch(rows, objective.terms, dict.fromkeys(TEACHERS, HIDDEN), 10_000, 0, facts)
+        return make_batch(rows, objective.terms, 10_000, 0, facts)
 
     def _pass(self, batch: Batch, objective: Objective, hidden: Tensor) -> tuple[Tensor, Outcome, MicroBatch]:
         (micro_batch,) = batch.micro_batches
@@ -187,8 +189,8 @@ class Fixed:
             for name in TEACHERS
         }
         p = torch.softmax(hidden @ self.head.weight.double().T, -1)
-        mu = self.sampler_logp.double().exp()
-        return Seen(p, others["main"], others["weak"], others["reference"], self.y, mu, self.row, progress), hidden
+        mu, teachers = self.sampler_logp.double().exp(), (others["main"], others["weak"], others["reference"])
+        return Seen(p, *teachers, self.y, mu, self.row, self.top, progress), hidden
 
 
 # ---------------------------------------------------------------------------------------------------------- references
@@ -369,6 +371,27 @@ def exopd(s: Seen) -> Tensor:
     return (-(1.25 * (q - r) - (p - r)) * s.rho.detach().clamp(max=5.0) * s.log_p).mean()
 
 
+def future(s: Seen) -> Tensor:
+    """-sg(mean of the row's later log-ratios, each within 100 nats) rho; 0 for a last token."""
+    advantage = torch.zeros_like(s.delta)
+    for row in range(len(LENGTHS)):
+        gaps = s.delta[s.row == row].clamp(-100, 100)
+        advantage[s.row == row] = torch.stack([
+            gaps[t + 1 :].mean() if t + 1 < len(gaps) else gaps.new_zeros(()) for t in range(len(gaps))
+        ])  # fmt: skip
+    return -advantage * s.rho
+
+
+def score_centering(s: Seen) -> Tensor:
+    """-A (w(p/mu) log p - sum over the head of (mu w(p/mu) - alpha p) log p), w(r) = min(r, 2), constants detached."""
+    p, mu = s.p.gather(-1, s.top.ids), s.top.logp.double().exp()
+    fixed = p.detach()
+    rho = (1 - mu.sum(-1)) / (1 - fixed.sum(-1))
+    alpha = (2 * rho).clamp(max=1.0)[:, None]
+    centre = ((mu * (fixed / mu).clamp(max=2.0) - alpha * fixed) * p.log()).sum(-1)
+    return (-A(s) * (s.rho.detach().clamp(max=2.0) * s.log_p - centre)).mean()
+
+
 def centred(r: Tensor) -> Tensor:
     return r - r.mean()
 
@@ -377,6 +400,8 @@ WRONG = torch.tensor(CORRECT) == 0.0
 REFERENCES: dict[str, dict[str, Callable[[Seen], Tensor]]] = {
     "gkd": {"distill": lambda s: jsd(warmed(s.p, 0.9), warmed(s.q, 0.9)).mean()},
     "thinking_machines_opd": {"distill": lambda s: sampled(s).mean()},
+    "minillm": {"distill": lambda s: kl(s.p, s.q).mean(), "future": lambda s: future(s).mean()},
+    "score_centering": {"grpo": score_centering},
     "deepseek_v4": {"distill": lambda s: kl(s.p, s.q).mean(), "distill_weak": lambda s: kl(s.p, s.weak).mean()},
     "lsm": {"distill": lsm},
     "sdpo_tail": {

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from opd import objective as module
 from opd.heads import Head
-from opd.losses import JSD, TIS, CrossEntropy, Formula, ForwardKL, PPOClip, ReverseKL
+from opd.losses import JSD, TIS, CrossEntropy, Formula, ForwardKL, OnTopK, PPOClip, ReverseKL, SampledReverseKL
 from opd.objective import Objective, streamed_loss
-from opd.records import Distribution, MicroBatch, TokenChunk
+from opd.records import Distribution, MicroBatch, TeacherPayload, TokenChunk, TopK
 from opd.terms import Term
 from tests.chunks import micro_batch
 
@@ -60,10 +60,16 @@ class Problem:
         return loss.detach(), [leaf.grad for leaf in (*leaves, *([] if bias is None else [bias]))], outcome
 
     def plain(self, terms: list[Term], temperature: float = 1.0):
-        """All logits at once, fp64, autograd."""
+        """Loss and gradients by `plain_loss`."""
         leaves = [t.double().requires_grad_() for t in (self.hidden, self.weight)]
         bias = None if self.bias is None else self.bias.double().requires_grad_()
-        z = torch.nn.functional.linear(*leaves, bias) * self.scale
+        total = self.plain_loss(terms, temperature, *leaves, bias)
+        total.backward()
+        return total.detach(), [leaf.grad for leaf in (*leaves, *([] if bias is None else [bias]))]
+
+    def plain_loss(self, terms: list[Term], temperature: float, hidden: Tensor, weight: Tensor, bias: Tensor | None):
+        """All logits at once, fp64, for autograd."""
+        z = torch.nn.functional.linear(hidden, weight, bias) * self.scale
         z = z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
         fields = self.batch.tokens
         q = torch.log_softmax((self.batch.teachers["main"].hidden @ self.teacher.weight[:V].T).double(), -1)
@@ -84,8 +90,7 @@ class Problem:
         for term, weight in zip(terms, (0.7, 1.3), strict=True):
             value = (formulas[type(term.loss)] or term.loss)(chunk)
             total = total + weight * (self.batch.term_weights[term.name].double() * value).sum()
-        total.backward()
-        return total.detach(), [leaf.grad for leaf in (*leaves, *([] if bias is None else [bias]))]
+        return total
 
 
 def jsd(chunk: TokenChunk, beta: float) -> Tensor:
@@ -109,6 +114,38 @@ def test_loss_and_gradients_equal_plain_code(loss: object, head: dict[str, objec
     assert got.item() == pytest.approx(expected.item(), rel=1e-5)
     for mine, theirs in zip(grads, expected_grads, strict=True):
         assert torch.allclose(mine.double(), theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen base", "trained base"])
+@pytest.mark.parametrize("head", [{}, {"bias": True, "scale": 0.5, "softcap": 3.0}], ids=str)
+def test_an_adapted_head_equals_the_merged_one(head: dict[str, object], frozen: bool) -> None:
+    """W + gain * B A in plain code; here the product is never made, and all five gradients follow."""
+    problem, rank, gain = Problem(**head), 3, 1.5
+    g = torch.Generator().manual_seed(9)
+    down, up = torch.randn(rank, H, generator=g), torch.randn(V + 2, rank, generator=g)
+    bias = None if problem.bias is None else torch.cat([problem.bias, torch.zeros(2)])
+    padded = torch.cat([problem.weight, torch.randn(2, H, generator=g)])
+    leaves = [t.clone().requires_grad_() for t in (problem.hidden, down, up)]
+    weight = padded.clone().requires_grad_(not frozen)
+    adapted = Head(weight, bias, V, problem.scale, problem.softcap, leaves[1], leaves[2], gain)
+    terms = problem.terms(JSD(0.3))
+    goal = Objective(terms, {"kl": 0.7, "pg": 1.3}, V, 1.0, 7)
+    loss, _ = streamed_loss(leaves[0], adapted, problem.batch, {"main": problem.teacher}, goal)
+    loss.backward()
+
+    doubles = [t.double().requires_grad_() for t in (problem.hidden, down, up)]
+    merged = padded.double() + gain * doubles[2] @ doubles[1]
+    merged.retain_grad()
+    plain_bias = None if problem.bias is None else problem.bias.double()
+    expected = problem.plain_loss(terms, 1.0, doubles[0], merged[:V], plain_bias)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for mine, theirs in zip(leaves, doubles, strict=True):
+        assert torch.allclose(mine.grad.double(), theirs.grad, atol=1e-5), (mine.grad, theirs.grad)
+    if frozen:
+        assert weight.grad is None
+    else:
+        assert torch.allclose(weight.grad.double(), merged.grad, atol=2e-6)
 
 
 def test_a_formula_may_use_distribution_and_sampled_token_at_once() -> None:
@@ -193,6 +230,52 @@ def test_scores_of_masked_tokens_never_reach_the_gradient(loss: object) -> None:
     if isinstance(loss, ReverseKL):
         assert value.item() == pytest.approx(0.2219, abs=1e-4)
         assert hidden.grad[0].tolist() == pytest.approx([0.2706, -0.1452, -0.1254], abs=1e-4)
+
+
+def test_only_the_heads_that_a_chunk_needs_are_asked_for() -> None:
+    """Rows under one teacher, then rows under another, then rows under none: 23 tokens in chunks of 4."""
+    asked: list[str] = []
+
+    class Noting(dict[str, Head]):
+        def __getitem__(self, name: str) -> Head:
+            asked.append(name)
+            return super().__getitem__(name)
+
+    problem = Problem()
+    first, second = (torch.arange(N) < 8), (torch.arange(N) >= 8) & (torch.arange(N) < 16)
+    scores = {"a": TeacherPayload(problem.batch.teachers["main"].hidden, first),
+              "b": TeacherPayload(problem.batch.teachers["main"].hidden, second)}  # fmt: skip
+    weights = {"a": first / 8, "b": second / 8, "pg": torch.ones(N) / N}
+    batch = replace(problem.batch, teachers=scores, term_weights=weights)
+    terms = [Term("a", ReverseKL(), teacher="a"), Term("b", JSD(0.5), teacher="b"), Term("pg", PPOClip())]
+    goal = Objective(terms, {"a": 1.0, "b": 1.0, "pg": 1.0}, V, 1.0, 4)
+    heads = Noting(a=problem.teacher, b=problem.teacher)
+    _, outcome = streamed_loss(problem.hidden, Head(problem.weight, None, V), batch, heads, goal)
+    assert asked == ["a", "a", "b", "b"]
+    for name, there in (("a", first), ("b", second)):
+        assert torch.equal(~outcome.values[name].isnan(), there)
+        assert torch.equal(~outcome.statistics[f"teacher/{name}/kl"].isnan(), there)
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_a_teacher_of_some_tokens_gives_the_same_as_one_of_all(chunk: int) -> None:
+    """Top-5 and tail, and the sampled token's log-ratio: from log-probabilities that a server would send."""
+    problem = Problem()
+    terms = [Term("kl", OnTopK(ReverseKL(), k=5), teacher="main"), Term("pg", SampledReverseKL(), teacher="main")]
+    whole, grads, outcome = problem.run(terms, chunk=chunk)
+    states = problem.batch.teachers["main"].hidden
+    logp = torch.log_softmax(problem.teacher.logits(states), -1)
+    token_logp, best = logp.gather(-1, problem.batch.tokens.token_ids[:, None])[:, 0], logp.topk(8)
+    payload = TeacherPayload(None, torch.ones(N, dtype=torch.bool), token_logp, TopK(best.indices, best.values))
+    less, grads_too, outcome_too = problem.run(
+        terms, chunk=chunk, batch=replace(problem.batch, teachers={"main": payload})
+    )
+    assert less.item() == pytest.approx(whole.item(), rel=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(grads, grads_too, strict=True))
+    delta = "teacher/main/delta"
+    assert torch.allclose(outcome.statistics[delta], outcome_too.statistics[delta], atol=1e-5)
+    assert torch.allclose(outcome_too.statistics["teacher/main/top_mass"], best.values.exp().sum(-1))
+    assert "teacher/main/kl" not in outcome_too.statistics
 
 
 def test_no_token_at_all_still_gives_gradients() -> None:

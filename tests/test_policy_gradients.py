@@ -7,9 +7,23 @@ from math import log
 
 import pytest
 import torch
+from torch import Tensor
 
-from opd.losses import BPO, CISPO, GSPO, MIS, SAPO, TIS, PPOClip, SequenceMask, TeacherModulated, TokenMask
-from opd.records import Distribution, TokenChunk
+from opd.losses import (
+    BPO,
+    CISPO,
+    GSPO,
+    MIS,
+    SAPO,
+    TIS,
+    Loss,
+    PPOClip,
+    ScoreCentering,
+    SequenceMask,
+    TeacherModulated,
+    TokenMask,
+)
+from opd.records import Distribution, TokenChunk, TopK
 
 
 def tokens(ratios: list[float], advantages: list[float]) -> TokenChunk:
@@ -127,3 +141,62 @@ def test_corrections() -> None:
     assert not TIS()(chunk).requires_grad
     with pytest.raises(ValueError, match="low"):
         MIS(1.5, 2.0)
+
+
+# ------------------------------------------------------------------------------------------------------ score centering
+
+P, MU = [0.5, 0.3, 0.15, 0.05], [0.15, 0.5, 0.25, 0.1]  # token 0: p / mu = 3.33, beyond a cap of 2
+
+
+def centred(token: int, k: int, advantage: float = 1.0) -> tuple[TokenChunk, Tensor]:
+    """One token drawn from MU, the sampler's k likeliest tokens, and the logits of P to differentiate in."""
+    z = torch.tensor([P], dtype=torch.float64).log().requires_grad_()
+    logp = torch.log_softmax(z, -1)
+    mu = torch.tensor([MU], dtype=torch.float64)
+    top = mu.topk(k)
+    return TokenChunk(
+        student=Distribution(logp), token_logp=logp[:, token], token_ids=torch.tensor([token]),
+        sampler_logp=mu[:, token].log(), advantages=torch.tensor([advantage], dtype=torch.float64),
+        sampler_top=TopK(top.indices, top.values.log()),
+    ), z  # fmt: skip
+
+
+def mean_gradient(loss: Loss, k: int) -> Tensor:
+    """E over tokens drawn from MU of the logit gradient under A = 1."""
+    total = torch.zeros(4, dtype=torch.float64)
+    for token, weight in enumerate(MU):
+        chunk, z = centred(token, k)
+        total += weight * torch.autograd.grad(loss(chunk).sum(), z)[0][0]
+    return total
+
+
+def test_centred_scores_of_a_constant_advantage_cancel() -> None:
+    """With every token in the head: E[w score] - sum_v mu_v w_v score_v = 0, though the cap binds at token 0."""
+    assert mean_gradient(ScoreCentering(), k=4).abs().max() < 1e-12
+    assert mean_gradient(CISPO(cap=2.0), k=4).abs().max() > 0.05
+
+
+def test_score_centering_by_hand() -> None:
+    """Head {1, 2} of mu: left are mu .25, p .55, rho .4545, alpha = min(1, .9091). min(p, 2 mu) = p there, so the
+    centre is (p - .9091 p) log p over the head: .0909 (.3 ln .3 + .15 ln .15) = -.05870. Token 0 at A = 2:
+    -2 (2 ln .5 + .05870) = 2.65519.
+    """
+    chunk, _ = centred(0, k=2, advantage=2.0)
+    assert ScoreCentering()(chunk).item() == pytest.approx(2.65519, abs=1e-4)
+
+
+def test_empty_places_of_the_head_count_for_nothing() -> None:
+    """A row with fewer known tokens than its neighbours is filled up by places of log-probability -inf."""
+    grads = []
+    for empty in (0, 3):
+        chunk, z = centred(0, k=2)
+        ids, logp = torch.zeros(1, empty, dtype=torch.long), torch.full((1, empty), -torch.inf, dtype=torch.float64)
+        filled = TopK(torch.cat([chunk.sampler_top.ids, ids], -1), torch.cat([chunk.sampler_top.logp, logp], -1))
+        grads.append(torch.autograd.grad(ScoreCentering()(replace(chunk, sampler_top=filled)).sum(), z)[0])
+    assert grads[0].abs().max() > 0.1
+    assert torch.equal(*grads)
+
+
+def test_a_cap_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cap=0\.5"):
+        ScoreCentering(cap=0.5)

@@ -157,6 +157,24 @@ def test_logp_is_the_log_softmax_of_logits_over_temperature(
         assert gaps(tiny.model, rollouts).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("k", [1, 3, 12])
+def test_the_likeliest_tokens_of_every_position(tiny: Tiny, sampler: HFSampler | VLLMSampler, k: int) -> None:
+    """Those of the trainer's own softmax at the sampling temperature, whether the sampled token is one or not."""
+    params = replace(SAMPLED, temperature=1.5, top_logprobs=k)
+    rollouts = sampler.sample(prompts_of(tiny, samples=4), params, seed=1)
+    assert gaps(tiny.model, rollouts, 1.5).abs().max() < 1e-4
+    outside = 0
+    for rollout in rollouts:
+        logp = full_logp(tiny.model, rollout, 1.5)
+        top = rollout.sampler_top
+        assert top is not None and top.ids.shape == (len(rollout.token_ids), k)
+        torch.testing.assert_close(top.logp, logp.topk(k).values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logp.gather(-1, top.ids), top.logp, atol=1e-4, rtol=0)
+        outside += sum(token not in ids for token, ids in zip(rollout.token_ids, top.ids.tolist(), strict=True))
+    assert outside > 0
+    assert all(rollout.sampler_top is None for rollout in sampler.sample(prompts_of(tiny), SAMPLED, seed=1))
+
+
 def truncated(p: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """The definition, for one distribution [V]: drop below min_p * max, keep the k likeliest of those, then the fewest
     that hold top_p of the mass; the rest is divided by its sum."""
@@ -278,7 +296,7 @@ def test_sampled_ids_are_the_trained_ids(tiny: Tiny, sampler: HFSampler | VLLMSa
     assert rollout.token_ids == drawn[place].token_ids
     assert sampler.tokenizer(rollout.text)["input_ids"][0] == 46
     row = Row(rollout, Reward(None), Credit(None), {}, frozenset())
-    micro = make_batch([row], [], {}, 1000, pad_id=0).micro_batches[0]
+    micro = make_batch([row], [], 1000, pad_id=0).micro_batches[0]
     assert micro.input_ids[0].tolist() == rollout.prompt.token_ids + rollout.token_ids
     assert micro.tokens.token_ids.tolist() == rollout.token_ids
     assert micro.tokens.sampler_logp.tolist() == pytest.approx(rollout.logp)

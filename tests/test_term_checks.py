@@ -35,7 +35,6 @@ class Gives:
     def score(self, rollouts: Any) -> list[None]:
         return [None for _ in rollouts]
 
-    def head(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -202,6 +201,20 @@ def test_a_term_without_a_teacher_under_a_teacher_s_weigher(opd: list[str]) -> N
     assert prepare(*opd, *GRPO, weigh, "loss.grpo.teacher=main")
 
 
+@pytest.mark.parametrize("weigher", ["TopShare, score: divergence", "TeacherConfidence"])
+def test_a_weigher_that_reads_more_than_its_teacher_gives(weigher: str, opd: list[str]) -> None:
+    less = [GIVES_SAMPLED, SAMPLED, "loss.x.teacher=less"]
+    message = refusal(*opd, *less, f"+loss.x.weigh.w={{_target_: opd.weighting.{weigher}, teacher: less}}")
+    assert "reads full_vocab scores; teacher.less (GivesSampled) provides sampled" in message
+    assert prepare(*opd, *less, "+loss.x.weigh.w={_target_: opd.weighting.EarlyDisagreement, teacher: less}")
+
+
+def test_early_disagreement_at_another_temperature(opd: list[str]) -> None:
+    weigh = "+loss.distill.weigh.w={_target_: opd.weighting.EarlyDisagreement}"
+    warm = "sampler.params.temperature=0.7"
+    assert refusal(*opd, weigh, warm).startswith(f"{warm}: loss.distill.weigh.w (EarlyDisagreement)")
+
+
 @pytest.mark.parametrize("weigher", ["TopShare, teacher: other", "ByPerplexity, teacher: other", "FirstTokens"])
 def test_weighers_that_read_no_teacher(weigher: str, opd: list[str]) -> None:
     assert prepare(*opd, f"+loss.distill.weigh.w={{_target_: opd.weighting.{weigher}}}")
@@ -230,3 +243,29 @@ def test_gdpo_names_only_rewards_that_exist(setting: str, says: str, opd: list[s
     gdpo = ["+loss@loss.grpo=grpo", "credit=gdpo", "data.streams.main.samples=4"]
     assert refusal(*opd, *gdpo, setting).startswith(says)
     assert prepare(*opd, *gdpo, "+credit.weights.correct=2")
+
+
+# ------------------------------------------------------------------------------------------ rows and the sampler's head
+
+
+class WantsRows:
+    """A loss that declares row values and has no `of_row`."""
+
+    needs = frozenset({"row_value"})
+
+    def __call__(self, chunk: Any) -> Any:
+        return chunk.row_value * chunk.token_logp
+
+
+def test_row_values_need_a_method_that_makes_them(opd: list[str]) -> None:
+    message = refusal(*opd, "+loss.x={_target_: tests.test_term_checks.WantsRows}")
+    assert message.startswith("loss.x (WantsRows): its `needs` names row_value, and it has no method of_row")
+    assert prepare(*opd, SAMPLED, "loss.x.gamma=1.0")
+
+
+def test_score_centering_needs_the_sampler_s_likeliest_tokens(opd: list[str]) -> None:
+    centred = [*opd, *GRPO, "loss@loss.grpo=score_centering"]
+    assert refusal(*centred).startswith("sampler.params.top_logprobs=0: loss.grpo (ScoreCentering) needs")
+    assert prepare(*centred, "sampler.params.top_logprobs=16")
+    warm = refusal(*centred, "sampler.params.top_logprobs=16", "sampler.params.temperature=0.7")
+    assert warm.startswith("sampler.params.temperature=0.7: loss.grpo (ScoreCentering)")

@@ -29,7 +29,7 @@ from opd.losses import (
     TruncatedReverseKL,
     Veto,
 )
-from opd.records import Distribution
+from opd.records import Distribution, TopK
 from opd.schedules import Linear
 from tests.chunks import chunk_of, logit_grad
 
@@ -144,11 +144,49 @@ def test_renormalised_support_is_blind_outside() -> None:
 def test_head_and_sampled_tail_are_unbiased() -> None:
     """Over all tokens the student may draw, value and gradient average to the full divergence's."""
     loss, full = TruncatedReverseKL(k=2, rest="sampled"), ReverseKL().value_and_grad(chunk_of(P, Q))
-    drawn = [loss.value_and_grad(chunk_of(P, Q, token=token)) for token in range(4)]
+    scored = [torch.tensor([q], dtype=torch.float64).log() for q in Q]
+    chunks = [replace(chunk_of(P, Q, token=token), teacher_token_logp=scored[token]) for token in range(4)]
+    drawn = [loss.value_and_grad(chunk) for chunk in chunks]
     value = sum(p * value.item() for p, (value, _) in zip(P, drawn, strict=True))
     assert value == pytest.approx(full[0].item(), abs=1e-9)
     mean = sum(p * grad for p, (_, grad) in zip(P, drawn, strict=True))
     assert torch.allclose(mean, full[1], atol=1e-9)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        OnTopK(ReverseKL(), k=2), OnTopK(ForwardKL(), k=2), OnTopK(JSD(0.3), k=2, rest="renormalised"),
+        TruncatedReverseKL(k=2), TruncatedReverseKL(k=2, rest="sampled"), TruncatedReverseKL(k=2, **RAW),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_teacher_that_gives_its_likeliest_tokens_is_enough(loss: AnalyticLoss, order: list[int]) -> None:
+    """Three of the four tokens in any order, k = 2: value and gradient as with the whole vocabulary."""
+    assert "top_k" in loss.needs and "full_vocab" not in loss.needs
+    q = torch.tensor([Q], dtype=torch.float64)
+    best = q.topk(3)
+    ids, logp = best.indices[:, order], best.values[:, order].log()
+    whole = replace(chunk_of(P, Q, token=3), teacher_token_logp=q[:, 3].log())
+    less = replace(whole, teacher=None, teacher_top=TopK(ids, logp))
+    for mine, theirs in zip(loss.value_and_grad(less), loss.value_and_grad(whole), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    empty = TopK(torch.cat([ids, ids[:, :1]], -1), torch.cat([logp, torch.full((1, 1), -torch.inf).double()], -1))
+    less = replace(less, teacher_top=empty)
+    for mine, theirs in zip(loss.value_and_grad(less), loss.value_and_grad(whole), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("of", ["student", "union", "intersection"])
+def test_other_supports_need_the_whole_vocabulary(of: str) -> None:
+    for loss in (OnTopK(ReverseKL(), of=of), TruncatedReverseKL(of=of)):
+        assert "full_vocab" in loss.needs and "top_k" not in loss.needs
+
+
+@pytest.mark.parametrize("view", [AtTemperature, StopClass, GatedByEntropy])
+def test_a_view_outside_reads_the_whole_vocabulary(view: type[AnalyticLoss]) -> None:
+    assert view(OnTopK(ReverseKL(), k=2)).needs == {"full_vocab"}
 
 
 def test_raw_truncation_needs_an_explicit_word() -> None:

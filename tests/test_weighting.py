@@ -263,7 +263,7 @@ def test_factors_multiply_and_zeros_leave_the_count() -> None:
     term = Term("x", CrossEntropy(), weigh=weigh)
     rows = [row([4, 5], reward=1.0), row([4, 5, 6], reward=0.0)]
     assert term_factors(rows, term, ()) == [[0.5, 0.0], [2.0, 0.0, 0.0]]
-    batch = make_batch(rows, [term], {}, 1000, 0)
+    batch = make_batch(rows, [term], 1000, 0)
     assert batch.term_counts == {"x": 2.0}
     (micro_batch,) = batch.micro_batches
     assert micro_batch.term_weights["x"].tolist() == [1.0, 0.0, 0.0, 0.25, 0.0]  # the longer row stands first
