@@ -10,14 +10,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from types import FunctionType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from opd.alarms import AlarmConfig
 from opd.checkpoint import CheckpointConfig
 from opd.credit import CreditAssigner
+from opd.diagnostics import DiagnosticsConfig
 from opd.engine import EngineConfig
 from opd.evaluate import EvalConfig
 from opd.loggers import Logger
@@ -30,6 +32,7 @@ from opd.students import HFStudent, Sampler
 from opd.teachers import Teacher
 from opd.terms import Term
 
+Built = TypeVar("Built")
 WAYS_OUT: dict[type, str] = {
     Loss: "a class declares `needs = frozenset({...})`, a function goes into opd.losses.Formula, which takes `needs`",
     Schedule: "or give a number",
@@ -73,6 +76,8 @@ class TrainConfig:
     logger: dict[str, Logger] = field(default_factory=dict)
     reward_policy: RewardPolicy = field(default_factory=RewardPolicy)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     resume: Literal["auto", "never"] = "auto"
     stop_after: int | None = None
 
@@ -105,6 +110,11 @@ def load_config(cfg: DictConfig) -> TrainConfig:
     if missing:
         raise ConfigError("\n".join(f"{key}: missing, and it has no default; give {key}=..." for key in missing))
     return _build(plain, TrainConfig, "")
+
+
+def build(settings: Mapping[str, Any], target: type[Built]) -> Built:
+    """A command's own settings as its checked dataclass; refused as in `load_config`."""
+    return _build(settings, target, "")
 
 
 def _build(node: Any, hint: Any, path: str) -> Any:
@@ -263,15 +273,11 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _dataclass_of(hint: Any) -> type | None:
-    found = [option for option in _options(hint) if isinstance(option, type) and is_dataclass(option)]
-    return found[0] if found else None
+    return next((option for option in _options(hint) if isinstance(option, type) and is_dataclass(option)), None)
 
 
 def _value_hint(hint: Any) -> Any:
-    for option in _options(hint):
-        if get_origin(option) in (dict, list):
-            return get_args(option)[-1]
-    return Any
+    return next((get_args(option)[-1] for option in _options(hint) if get_origin(option) in (dict, list)), Any)
 
 
 def _expects_callable(hint: Any) -> bool:

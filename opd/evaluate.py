@@ -9,15 +9,16 @@ from opd import ranks
 from opd.answers import inside_vocabulary
 from opd.batching import make_batch
 from opd.engine import Engine
+from opd.heads import Head
 from opd.metrics import Outcomes, statistics_metrics
 from opd.objective import Objective
 from opd.prompts import Prompts
-from opd.records import Credit, FullVocab, Mean, Prompt, Reward, Rollout
+from opd.records import Credit, Mean, Prompt, Reward, Rollout, TeacherScores
 from opd.rewards import RewardStage
 from opd.rows import Row
 from opd.scoring import TeacherStage
 from opd.students import Sampler, SamplingParams
-from opd.teachers import LocalTeacher
+from opd.teachers import AnsweringTeacher
 
 EVAL_SEED = 7_919
 
@@ -30,7 +31,7 @@ class EvalConfig:
         temperature: 0 answers greedily; 1 measures the divergence on the student's own distribution.
         samples: answers per prompt.
         max_tokens: null for the sampler's own limit.
-        teacher: also let local teachers answer once, for comparison.
+        teacher: also let the first teacher that can answer do so once, for comparison.
     """
 
     every: int = 20
@@ -57,6 +58,7 @@ class Evaluator:
     prompts: Prompts
     rewards: RewardStage
     teachers: TeacherStage
+    heads: Mapping[str, Head]
     engine: Engine
     vocab_size: int
     micro_batch_tokens: int
@@ -93,8 +95,8 @@ class Evaluator:
         return {"eval/accuracy": Mean(float(sum(known)), float(len(known)))}
 
     def teacher_accuracy(self, params: SamplingParams) -> float | None:
-        """What the first local teacher reaches on the same prompts; None where no teacher can answer."""
-        answering = [teacher for teacher in self.teachers.teachers.values() if isinstance(teacher, LocalTeacher)]
+        """What the first teacher that can answer reaches on the same prompts; None where none can."""
+        answering = [teacher for teacher in self.teachers.teachers.values() if isinstance(teacher, AnsweringTeacher)]
         prompts = self.share()
         if not answering or not self.has_problems:
             return None
@@ -114,17 +116,19 @@ class Evaluator:
         return metrics | {"eval/kl": metrics.get(f"eval/{first}/kl", Mean(0.0, 0.0))}
 
     def measure(
-        self, rollouts: Sequence[Rollout], scores: Mapping[str, Sequence[FullVocab | None]], temperature: float = 1.0
+        self,
+        rollouts: Sequence[Rollout],
+        scores: Mapping[str, Sequence[TeacherScores | None]],
+        temperature: float = 1.0,
     ) -> Outcomes:
         """Per-token statistics of any rollouts, without terms and without a step."""
         rows = [
             Row(rollout, Reward(None), Credit(None), {name: given[i] for name, given in scores.items()}, frozenset())
             for i, rollout in enumerate(rollouts)
         ]
-        heads, widths = self.teachers.heads(self.vocab_size), self.teachers.widths()
-        batch = make_batch(rows, [], {name: widths[name] for name in scores}, self.micro_batch_tokens, self.pad_id)
+        batch = make_batch(rows, [], self.micro_batch_tokens, self.pad_id)
         objective = Objective(terms=[], weights={}, vocab_size=self.vocab_size, temperature=temperature)
-        return self.engine.measure(batch, objective, heads)
+        return self.engine.measure(batch, objective, self.heads)
 
 
 def check_prompts(prompts: Prompts, count: int) -> list[Prompt]:

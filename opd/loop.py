@@ -17,8 +17,9 @@ def train(run: Run) -> None:
             scores = run.teachers.score(rollouts)
         credits = run.credits(rollouts, rewards)
         batch = run.batch(run.rows(rollouts, rewards, scores, credits))
+        findings = run.diagnose(step, batch)
         with run.stage("update"):
             update = run.engine.update(batch, run.objective(step), run.teacher_heads)
         with run.stage("sync"):
             run.sampler.sync(run.engine.weights(), version=step + 1)
-        run.finish_step(step + 1, rollouts, rewards, update)
+        run.finish_step(step + 1, rollouts, rewards, {**findings, **update})

@@ -20,22 +20,26 @@ from typing import Any
 import yaml
 
 from opd import ranks
-from opd.loggers import Jsonl, Logger, forget_after
+from opd.alarms import AlarmConfig, Watch, replayed
+from opd.loggers import Jsonl, Logger, forget_after, read_jsonl
 from opd.progress import Progress
 from opd.records import Reward, Rollout
 
-STAGES = ("sample", "reward", "score", "update", "sync", "eval", "checkpoint")
-SAMPLES, SAMPLES_KEPT = "samples.jsonl", 8
+STAGES = ("sample", "reward", "score", "diagnose", "update", "sync", "eval", "checkpoint")
+METRICS, SAMPLES, SAMPLES_KEPT = "metrics.jsonl", "samples.jsonl", 8
 
 
 class Observer:
     """Times stages on every rank; logs and writes on rank 0 only."""
 
-    def __init__(self, run_dir: Path, steps: int, loggers: Sequence[Logger], resolved: str) -> None:
+    def __init__(
+        self, run_dir: Path, steps: int, loggers: Sequence[Logger], alarms: AlarmConfig, resolved: str
+    ) -> None:
         self.run_dir, self.steps, self.resolved = run_dir, steps, resolved
         self.lead = ranks.rank() == 0
         self.loggers = [Jsonl(), *loggers] if self.lead else []
         self.progress = Progress(steps) if self.lead else None
+        self.watch = Watch(alarms)
         self.wall: dict[str, float] = defaultdict(float)
         self.recent: dict[str, float] = defaultdict(float)
         self.tokens = 0
@@ -66,6 +70,7 @@ class Observer:
             forget_after(self.run_dir / SAMPLES, step)
         for logger in self.loggers:
             logger.start(self.run_dir, step)
+        self.watch = replayed(self.watch.config, read_jsonl(self.run_dir / METRICS))
         self.progress.start(step)
         self._step_started = time.monotonic()
 
@@ -101,7 +106,11 @@ class Observer:
         times["time/step"], self._step_started = now - self._step_started, now
         rate = tokens / max(times.get("time/sample", 0.0), 1e-9)
         self.last = {**metrics, **times, "rollout/tokens_per_s": rate, "rollout/tokens_total": float(self.tokens)}
+        alarms, changes = self.watch.see(step, self.last)
+        self.last |= {f"alarm/{alarm.key}": alarm.value for alarm in alarms}
         self._log(step, self.last)
+        for change in changes:
+            self.progress.note(str(change))
         self.progress.update(step, self.last)
 
     def log_eval(self, step: int, metrics: Mapping[str, float], samples: Sequence[tuple[Rollout, Reward]]) -> None:
@@ -160,6 +169,7 @@ class Observer:
             "sampled_tokens": self.tokens,
             "wall_seconds": {**stages, "other": round(total - sum(stages.values()), 3), "total": total},
             "eval": {name: self.evals.get(name) for name in ("before", "after", "teacher", "kl_before", "kl_after")},
+            "alarms": [episode.record() for episode in self.watch.episodes],
             "final_metrics": self._final_metrics(steps),
             "versions": versions(),
         }

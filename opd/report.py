@@ -24,7 +24,7 @@ SAMPLES_SHOWN = 12  # from the start of samples.jsonl, and as many from its end
 def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> list[Path]:
     """Write `report/curves.png` and `report/index.html` into the run's folder and return both paths.
 
-    The runs of `compare` join the accuracy axes and the tables. Raises ValueError where a folder holds no run.
+    The runs of `compare` join every panel and table. Raises ValueError where a folder holds no run.
     """
     runs = [load_run(path) for path in (run_dir, *compare)]
     picture = draw_curves(runs)
@@ -88,6 +88,9 @@ def _page(runs: list[RunLog], picture: bytes) -> str:
         summary=_rows([_facts(run) for run in runs]),
         metrics=_rows(metrics),
         versions=_rows(versions),
+        alarms=[
+            (name, episode.record()) for name, run in zip(labels(runs), runs, strict=True) for episode in run.alarms
+        ],
         samples=_ends(read_jsonl(samples)) if samples.exists() else [],
     )
 
@@ -153,8 +156,23 @@ tbody th { font-weight: normal; color: #444; }
 <p>Not finished: there is no summary.json yet, so this page shows what has been logged so far.</p>
 {% endif %}
 {{ facts("Summary", summary) }}
+<h2>Alarms</h2>
+{% if alarms %}
+<div class="wide"><table>
+<thead><tr>{% if names|length > 1 %}<th>run</th>{% endif %}<th>steps</th>
+<th>what was seen, and what it usually means</th></tr></thead>
+<tbody>
+{% for name, alarm in alarms %}
+<tr>{% if names|length > 1 %}<td>{{ name }}</td>{% endif %}
+<td class="number">{{ alarm.from }} to {{ "now" if alarm.to is none else alarm.to }}</td><td>{{ alarm.text }}</td></tr>
+{% endfor %}
+</tbody>
+</table></div>
+{% else %}
+<p>None.</p>
+{% endif %}
 <h2>Curves</h2>
-<img src="data:image/png;base64,{{ picture }}" alt="Curves of the run over its steps; the tables hold the last values">
+<img src="data:image/png;base64,{{ picture }}" alt="Curves over the steps; the tables hold the last values">
 {% if samples %}
 <h2>Samples, first and last</h2>
 <div class="wide"><table>

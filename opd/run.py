@@ -18,6 +18,7 @@ from opd.checkpoint import Checkpoints, lock_run_dir, move_aside, read_state
 from opd.checks import check
 from opd.config import TrainConfig
 from opd.credit import informative_share
+from opd.diagnostics import diagnose
 from opd.engine import Engine, init_distributed
 from opd.evaluate import Evaluator, check_prompts
 from opd.metrics import logp_gaps, rollout_metrics, values
@@ -25,9 +26,9 @@ from opd.objective import Objective
 from opd.observe import Observer
 from opd.parity import check_parity
 from opd.prompts import Prompts
-from opd.records import Batch, Credit, FullVocab, Mean, Reward, Rollout
+from opd.records import Batch, Credit, Mean, Reward, Rollout, TeacherScores
 from opd.rewards import RewardStage
-from opd.rows import Row
+from opd.rows import Row, joined
 from opd.schedules import Schedule, Watching
 from opd.scoring import TeacherStage
 from opd.terms import Term
@@ -48,7 +49,7 @@ class Run:
             list(config.reward.values()), config.reward_policy.time_limit, config.reward_policy.on_error
         )
         self.teachers = TeacherStage(config.teacher, self.terms, config.data.streams)
-        self.terminated = False
+        self.terminated, self.step = False, 0
         self._started = ExitStack()  # closes what has been started, the newest first
 
     def prepare(self) -> None:
@@ -79,25 +80,24 @@ class Run:
             if self.run_dir.exists() and (probe := lock_run_dir(self.run_dir)) is not None:
                 probe.close()  # a run that still goes on there would have refused it
             move_aside(self.run_dir)
-        self.observer = Observer(self.run_dir, config.steps, list(config.logger.values()), self.resolved)
+        self.observer = Observer(self.run_dir, config.steps, list(config.logger.values()), config.alarms, self.resolved)
         self._started.callback(self.observer.close)
         self._seed(config.seed)
         self.engine = Engine(config.student.load(), config.engine, config.student.dtype)
         self._started.callback(self.rewards.close)
         self.rewards.start()
-        self.teachers.start()
+        max_len = config.data.max_prompt_tokens + max(config.sampler.params.max_tokens, config.eval.max_tokens or 0)
+        self.teachers.start(max_len)
         self._started.callback(self.teachers.close)
         self.vocab_size = self._shared_vocabulary()
         self.answers.vocab_size = self.vocab_size
-        self.teacher_heads = self.teachers.heads(self.vocab_size)
-        max_len = config.data.max_prompt_tokens + max(config.sampler.params.max_tokens, config.eval.max_tokens or 0)
+        self.teacher_heads = self.teachers.heads(self.vocab_size, config.engine.resident_heads)
         self.sampler.start(config.student, self.tokenizer, self.stop_ids, max_len)
         self._started.callback(self.sampler.close)
         self.evaluator = Evaluator(
-            config.eval, self.prompts, self.rewards, self.teachers, self.engine,
+            config.eval, self.prompts, self.rewards, self.teachers, self.teacher_heads, self.engine,
             self.vocab_size, self.micro_batch_tokens, self.pad_id,
         )  # fmt: skip
-        self.step = 0
         if self.latest is not None:
             state = read_state(self.latest)
             self.step = state["step"]
@@ -121,7 +121,7 @@ class Run:
             ValueError: a teacher's head does not reach all tokens of the student.
         """
         widths = {"student": self.engine.module.vocab_size}
-        widths |= {f"teacher.{name}": len(teacher.head().weight) for name, teacher in self.teachers.teachers.items()}
+        widths |= {f"teacher.{name}": len(teacher.head().weight) for name, teacher in self.teachers.whole.items()}
         narrowest, last = min(widths, key=lambda name: widths[name]), max(self.tokenizer.get_vocab().values())
         if widths[narrowest] <= last:
             rows = widths[narrowest]
@@ -141,11 +141,15 @@ class Run:
 
     def finish(self) -> None:
         """Saves where the run stands; a run that did all its steps leaves `summary.json`."""
+        self.keep()
+        if self.step >= self.config.steps:
+            self.observer.write_summary(self.step)
+
+    def keep(self) -> None:
+        """Saves the current step, if that has not been done."""
         latest = self.checkpoints.latest()
         if latest is None or read_state(latest)["step"] != self.step:
             self.save()
-        if self.step >= self.config.steps:
-            self.observer.write_summary(self.step)
 
     def step_seed(self, step: int) -> int:
         """All random numbers of a step follow from it, so a resumed run draws what an unbroken one would."""
@@ -164,7 +168,7 @@ class Run:
         self,
         rollouts: Sequence[Rollout],
         rewards: Sequence[Reward],
-        scores: Mapping[str, Sequence[FullVocab | None]],
+        scores: Mapping[str, Sequence[TeacherScores | None]],
         credits: Sequence[Credit],
     ) -> list[Row]:
         """Rollouts joined with what is known of them.
@@ -176,20 +180,11 @@ class Run:
         if stale:
             raise RuntimeError(f"rollouts of weight versions {stale} reached the update of version {self.step}")
         names = frozenset(term.name for term in self.terms)
-        of_stream = {
+        terms_of = {
             name: names if stream.terms is None else names & frozenset(stream.terms)
             for name, stream in self.config.data.streams.items()
         }
-        return [
-            Row(
-                rollout,
-                rewards[i],
-                credits[i],
-                {name: given[i] for name, given in scores.items()},
-                of_stream[rollout.prompt.stream],
-            )
-            for i, rollout in enumerate(rollouts)
-        ]
+        return joined(rollouts, rewards, credits, scores, terms_of)
 
     def credits(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
         """Credit of the rows whose stream has a term that needs it; the others do not move any mean."""
@@ -209,14 +204,14 @@ class Run:
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         """The rows as an update; preceded by a pass without gradients where a term needs what only that can tell."""
-        widths = self.teachers.widths()
         facts: Facts = ()
         if any(term.needs_facts for term in self.terms):
-            bare = make_batch(rows, [], widths, self.micro_batch_tokens, self.pad_id)
+            bare = make_batch(rows, [], self.micro_batch_tokens, self.pad_id)
             objective = replace(self.objective(self.step), terms=[], weights={})
             found = [outcome.statistics for _, outcome in self.engine.measure(bare, objective, self.teacher_heads)]
             facts = split_by_rows(rows, bare.order, found)
-        return make_batch(rows, self.terms, widths, self.micro_batch_tokens, self.pad_id, facts)
+        progress = self.step / self.config.steps
+        return make_batch(rows, self.terms, self.micro_batch_tokens, self.pad_id, facts, progress)
 
     def objective(self, step: int) -> Objective:
         """The terms with their weights at this step."""
@@ -230,6 +225,14 @@ class Run:
             progress=progress,
             stop_ids=self.all_stop_ids,
         )
+
+    def diagnose(self, step: int, batch: Batch) -> dict[str, Mean]:
+        """What the gradients of the terms say of each other before the update, every `diagnostics.every` steps."""
+        asked = self.config.diagnostics
+        if not asked.every or (step + 1) % asked.every:
+            return {}
+        with self.stage("diagnose"):
+            return diagnose(self.engine, batch, self.objective(step), self.teacher_heads, asked.tokens)
 
     def _weight(self, term: Term) -> Schedule:
         weight = term.weight

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from opd.alarms import Episode, configured, replayed
 from opd.loggers import read_jsonl
 
 ACCURACY = "eval/accuracy"
@@ -29,6 +30,7 @@ class RunLog:
     name: str
     lines: Sequence[Mapping[str, float]]  # of metrics.jsonl, NaN where a value was not finite
     summary: Mapping[str, Any] | None  # summary.json, None while the run has steps to do
+    alarms: Sequence[Episode] = ()  # under the run's own thresholds, oldest first
 
     def series(self, metric: str) -> Series:
         """The metric at the steps where it was logged; the later line of a step wins."""
@@ -86,7 +88,10 @@ def load_run(run_dir: Path) -> RunLog:
     if not records:
         raise ValueError(f"{metrics}: empty; wait until the run has finished a step, or start it again")
     lines = [{key: math.nan if value is None else value for key, value in record.items()} for record in records]
-    return RunLog(run_dir, _name(run_dir), lines, _summary(run_dir / "summary.json", max(r["step"] for r in records)))
+    summary = _summary(run_dir / "summary.json", max(record["step"] for record in records))
+    config = _config(run_dir)
+    alarms = replayed(configured(config.get("alarms", {})), records).episodes
+    return RunLog(run_dir, _name(run_dir, config), lines, summary, alarms)
 
 
 def _summary(file: Path, last_step: int) -> Mapping[str, Any] | None:
@@ -95,11 +100,15 @@ def _summary(file: Path, last_step: int) -> Mapping[str, Any] | None:
     return None if summary is None or summary["steps"] < last_step else summary
 
 
-def _name(run_dir: Path) -> str:
-    """The experiment that config.yaml names; without one the folder's name."""
+def _config(run_dir: Path) -> Mapping[str, Any]:
+    """config.yaml; empty where there is none."""
     config = run_dir / "config.yaml"
-    values = yaml.safe_load(config.read_text("utf-8")) if config.exists() else {}
-    experiment = values.get("experiment")
+    return yaml.safe_load(config.read_text("utf-8")) if config.exists() else {}
+
+
+def _name(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """The experiment that the configuration names; without one the folder's name."""
+    experiment = config.get("experiment")
     return experiment if isinstance(experiment, str) else run_dir.resolve().name
 
 

@@ -71,7 +71,7 @@ def test_evaluation_equals_a_plain_computation(pair: Pair, finished: Path) -> No
 
 def evaluator(terms: list[RewardTerm]) -> Evaluator:
     """Only the parts that a count needs."""
-    return Evaluator(EvalConfig(), None, RewardStage(terms), None, None, 48, 100, 0)  # type: ignore[arg-type]
+    return Evaluator(EvalConfig(), None, RewardStage(terms), None, {}, None, 48, 100, 0)  # type: ignore[arg-type]
 
 
 def test_accuracy_is_the_mean_of_the_verdicts_and_merges() -> None:

@@ -87,14 +87,22 @@ def rollout(length: int, finish: str, text: str = "") -> Rollout:
 
 
 def test_rollouts_are_counted() -> None:
-    """Lengths 2, 3, 7: sum 12 of 3; one ran into the limit, one was aborted, one goes round in circles."""
-    found = rollout_metrics([rollout(2, "stop"), rollout(3, "length", "ab" * 500), rollout(7, "aborted")])
-    assert found == {
-        "rollout/length": Mean(12.0, 3.0),
-        "rollout/truncated": Mean(1.0, 3.0),
-        "rollout/aborted": Mean(1.0, 3.0),
-        "rollout/repetitive": Mean(1.0, 3.0),
-    }
+    """Lengths 2, 3, 7: sum 12 of 3, p95 at rank 0.95 * 2 = 1.9: 3 + 0.9 * 4 = 6.6; one stopped, one ran into the limit,
+    one was aborted, one goes round in circles. An answer of 99 tokens that the data gave does not count.
+    """
+    sampled = [rollout(2, "stop"), rollout(3, "length", "ab" * 500), rollout(7, "aborted")]
+    found = rollout_metrics([*sampled, rollout(99, "given")])
+    assert values(found) == pytest.approx({
+        "rollout/length": 4.0,
+        "rollout/length_p95": 6.6,
+        "rollout/length_max": 7.0,
+        "rollout/stopped": 1 / 3,
+        "rollout/truncated": 1 / 3,
+        "rollout/aborted": 1 / 3,
+        "rollout/repetitive": 1 / 3,
+    })  # fmt: skip
+    assert found["rollout/length"] == Mean(12.0, 3.0)
+    assert rollout_metrics([rollout(99, "given")])["rollout/length"] == Mean(0.0, 0.0)
     assert values({"a": Mean(3.0, 2.0)}) == {"a": 1.5}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from opd.alarms import AlarmConfig
 from opd.observe import STAGES, Observer, versions
 from opd.records import Example, Prompt, Reward, Rollout
 from tests.source_tree import ROOT
@@ -28,7 +29,7 @@ def handler() -> Iterator[None]:
 
 
 def observed(run_dir: Path, resolved: str = "steps: 4\n", step: int = 0) -> Observer:
-    observer = Observer(run_dir, 4, [], resolved)
+    observer = Observer(run_dir, 4, [], AlarmConfig(), resolved)
     observer.start(step)
     return observer
 
@@ -60,7 +61,7 @@ def test_stage_times_add_up_and_belong_to_one_step(tmp_path: Path, handler: None
 
 
 def test_a_stage_that_fails_lets_the_error_through(tmp_path: Path) -> None:
-    observer = Observer(tmp_path, 4, [], "")
+    observer = Observer(tmp_path, 4, [], AlarmConfig(), "")
     with pytest.raises(KeyError, match="lost"), observer.stage("sample"):
         raise KeyError("lost")
 
@@ -122,7 +123,7 @@ def test_seconds_of_earlier_processes_count_and_stages_with_other_make_the_total
     observer.log_eval(0, {"eval/accuracy": 0.25}, [])
     state = observer.state(0)
     observer.close()
-    again = Observer(tmp_path, 4, [], "steps: 4\n")
+    again = Observer(tmp_path, 4, [], AlarmConfig(), "steps: 4\n")
     again.restore({**state, "seconds": 100.0, "wall": {"sample": 60.0}, "tokens": 80})
     again.start(2)
     summary = finish(again, {"eval/accuracy": 0.5})
@@ -177,7 +178,7 @@ class Listed:
 
 def test_metrics_go_to_every_logger(tmp_path: Path, handler: None) -> None:
     listed = Listed()
-    observer = Observer(tmp_path, 4, [listed], "steps: 4\n")
+    observer = Observer(tmp_path, 4, [listed], AlarmConfig(), "steps: 4\n")
     observer.start(2)
     observer.log_step(3, METRICS, tokens=8)
     observer.close()
@@ -190,3 +191,30 @@ def test_versions_name_packages_and_the_commit() -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     assert found["git"].startswith(commit.strip())
     assert {"python", "opd", "torch", "transformers", "deepspeed", "peft", "hydra-core"} <= found.keys()
+
+
+def test_an_alarm_is_printed_once_logged_while_it_holds_and_summed_up(
+    tmp_path: Path, handler: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """p99 of 30 at step 1, then 2: means of what there is are 30, 16, 34/3, 9; over 10 from step 1 to 3. The process is
+    killed after step 2; the next one reads what was logged and says nothing twice.
+    """
+    wants = "alarm delta/main: teacher/main/delta_p99 is 30 nats (over 10)"
+    observer = observed(tmp_path)
+    for step, p99 in ((1, 30.0), (2, 2.0)):
+        observer.log_step(step, {"teacher/main/delta_p99": p99}, tokens=8)
+    observer.close()
+    said = capsys.readouterr().out
+    assert said.count(wants) == said.count("alarm ") == 1
+    again = observed(tmp_path, step=2)
+    for step in (3, 4):
+        again.log_step(step, {"teacher/main/delta_p99": 2.0}, tokens=8)
+    again.write_summary(4)
+    again.close()
+    said = capsys.readouterr().out
+    assert said.count("alarm ") == said.count("alarm delta/main is over: it held from step 1 to 3") == 1
+    assert [line.get("alarm/delta/main") for line in records(tmp_path)] == pytest.approx([30.0, 16.0, 34 / 3, None])
+    (alarm,) = json.loads((tmp_path / "summary.json").read_text())["alarms"]
+    assert alarm.pop("text").startswith(wants)
+    numbers = {"value": 30.0, "threshold": 10.0, "from": 1, "to": 3}
+    assert alarm == {"key": "delta/main", "metric": "teacher/main/delta_p99", **numbers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from opd import ranks
 from opd.records import Mean
+from tests.catalogue import catalogue
+from tests.mixed import Found, Mixed, apart, save_models
 from tests.rows import Setting, largest_difference
 from tests.tiny import save_model
-from tests.two_ranks import CONSTANT_DEALS, DEALS, SAVED_STAGES, STAGES, scenarios
+from tests.two_ranks import CONSTANT_DEALS, DEALS, SAVED_STAGES, STAGES, TERM_DEALS, scenarios
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}  # of this process: not for the ranks
@@ -44,6 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     save_model(folder / "student", 0, hidden=16, layers=1)
     save_model(folder / "teacher", 1, hidden=24, layers=1)
+    save_models(folder / "terms")
+    (folder / "terms.pickle").write_bytes(pickle.dumps(catalogue()))
     return folder
 
 
@@ -106,6 +112,26 @@ def test_an_infinite_loss_on_one_rank_stops_all_before_the_step(two: dict[str, A
     messages = two[f"broken {stage}"]["messages"]
     assert len(messages) == 2
     assert all(message.startswith("loss/bad is not finite") for message in messages)
+
+
+@pytest.fixture(scope="module")
+def terms_alone(folder: Path) -> dict[str, Found]:
+    """Every term's update by one process without DeepSpeed."""
+    mixed = Mixed.of(folder / "terms")
+    model = AutoModelForCausalLM.from_pretrained(mixed.student)
+    return {label: mixed.plain(model, term, mixed.rows) for label, term in catalogue().items()}
+
+
+@pytest.mark.parametrize("deal", TERM_DEALS)
+def test_two_ranks_compute_every_term_as_one_process(
+    two: dict[str, Any], terms_alone: dict[str, Found], deal: str
+) -> None:
+    """Losses and the gradients that the optimizer gets, to fp32 rounding of different sums."""
+    gaps = {}
+    for label, expected in terms_alone.items():
+        got = two["terms"][f"{deal} {label}"]
+        gaps[label] = apart(Found(got["loss"], expected.total, got["grads"]), expected)
+    assert {label: gap for label, gap in gaps.items() if not gap < 5e-6} == {}
 
 
 @pytest.mark.parametrize("stage", SAVED_STAGES)

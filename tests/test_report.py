@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
-from opd.curves import draw_accuracy, draw_lines, draw_stack, running_mean
+from opd.curves import COLOURS, draw_accuracy, draw_lines, draw_stack, draw_times, running_mean
 from opd.loggers import Jsonl
 from opd.report import load_run, summary_table, write_report
 from opd.run_log import labels
@@ -229,9 +229,68 @@ def test_only_panels_with_data_are_drawn(tmp_path: Path) -> None:
 
 def test_values_that_are_not_finite_are_marked() -> None:
     axes = Figure().add_subplot()
-    draw_lines(axes, {"grpo": {1: 0.5, 2: math.nan, 3: math.inf, 4: 0.5}})
+    draw_lines(axes, [{"grpo": {1: 0.5, 2: math.nan, 3: math.inf, 4: 0.5}}])
     (marks,) = [line for line in axes.get_lines() if line.get_label() == "not finite"]
     assert np.asarray(marks.get_xdata()).tolist() == [2, 3]
+
+
+def test_every_run_is_in_every_panel_in_its_own_colour() -> None:
+    """Two runs under one term and a third metric of the second alone: colour tells runs apart, dashes tell metrics."""
+    axes = Figure().add_subplot()
+    draw_lines(axes, [{"distill": {1: 1.0, 2: 2.0}}, {"distill": {1: 3.0, 2: 4.0}, "grpo": {1: 5.0, 2: 6.0}}])
+    seen = [
+        (np.asarray(line.get_ydata()).tolist(), line.get_color(), line.get_linestyle()) for line in axes.get_lines()
+    ]
+    assert seen == [
+        ([1.0, 2.0], COLOURS[0], "-"),
+        ([3.0, 4.0], COLOURS[1], "-"),
+        ([5.0, 6.0], COLOURS[1], "--"),
+    ]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["distill", "grpo"]
+
+
+def test_panels_of_any_run_are_drawn(tmp_path: Path) -> None:
+    """The first run logged its accuracy alone; compared with a full one it has that one's panels too."""
+    thin, full = make_run(tmp_path / "thin", thin=True), make_run(tmp_path / "full", name="full")
+    alone = imread(write_report(thin)[0])
+    both = imread(write_report(thin, (full,))[0])
+    orange = np.abs(both[:, :, :3] - np.array([0xD5, 0x5E, 0x00]) / 255).max(axis=2) < 0.02
+    assert both.shape[0] > 1.5 * alone.shape[0]
+    parts = np.array_split(orange, 4, axis=0)
+    assert all(part.sum() > 50 for part in parts), "the second run's colour is in every part of the picture"
+
+
+def test_a_line_that_only_rounding_moves_is_flat() -> None:
+    axes = Figure().add_subplot()
+    draw_lines(axes, [{"ess": {1: 1.0, 2: 1.0 - 1e-13}}])
+    low, high = axes.get_ylim()
+    assert low < 0.96
+    assert high > 1.04
+
+
+def test_stages_of_several_runs_are_a_bar_each() -> None:
+    """Per step: 1 + 2 s, and (3 + 5) / 2 = 4 s; the evaluation before the first step counts no step."""
+    axes = Figure().add_subplot()
+    draw_times(axes, {"a": {"sample": {1: 1.0}, "update": {1: 2.0}}, "b": {"sample": {0: 3.0, 1: 5.0, 2: 0.0}}})
+    widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
+    assert widths == [[1.0, 4.0], [2.0, 0.0]]
+
+
+def test_alarms_are_shown_under_the_thresholds_of_the_run(tmp_path: Path) -> None:
+    """p99 of 12 at all three steps: an alarm over the default 10, none where the run raised it to 15."""
+    for name, threshold in (("strict", 10.0), ("lax", 15.0)):
+        log = Jsonl()
+        log.start(tmp_path / name, 0)
+        for step in (1, 2, 3):
+            log.log(step, {"teacher/main/delta_p99": 12.0})
+        log.close()
+        (tmp_path / name / "config.yaml").write_text(f"experiment: {name}\nalarms: {{delta: {threshold}}}\n")
+    text = page_of(tmp_path / "strict", (tmp_path / "lax",)).text
+    assert text.count("alarm delta/main: teacher/main/delta_p99 is 12 nats (over 10)") == 1
+    assert "strict 1 to now alarm" in text
+    assert "Alarms None." in page_of(tmp_path / "lax").text
 
 
 def test_stages_are_stacked_and_a_rare_peak_is_cut() -> None:
