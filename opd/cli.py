@@ -1,4 +1,4 @@
-"""The command `opd`: train, check, eval, export, report."""
+"""The command `opd`: train, check, eval, export, report, serve-teacher."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ USAGE = """usage: opd COMMAND ...
   opd eval   RUN | experiment=NAME ...       accuracy and divergence on the held-out prompts
   opd export RUN out=DIR [which=best] [adapter=true]   the trained student as a Hugging Face folder
   opd report RUN [OTHER ...]                 curves and tables of a run, beside others if named
+  opd serve-teacher model=... [port=8100] [gives=hidden|logprobs] ...   a vLLM server with the flags that teachers need
 """
 
 
@@ -40,6 +41,7 @@ def main() -> None:
         "eval": _eval,
         "export": _export,
         "report": _report,
+        "serve-teacher": _serve_teacher,
     }
     arguments = sys.argv[1:]
     if not arguments or arguments[0] not in commands:
@@ -132,6 +134,20 @@ def _export(argv: list[str]) -> int:
     except ValueError as error:
         return refuse(str(error))
     print(f"exported to {out}")
+    return DONE
+
+
+def _serve_teacher(argv: list[str]) -> int:
+    from opd.config import build
+    from opd.serve import ServeConfig, serve_teacher
+
+    try:
+        serve_teacher(build(dict(OmegaConf.from_dotlist(argv)), ServeConfig))
+    except (OmegaConfBaseException, ValueError) as error:
+        return refuse(
+            f"{error}\nusage: opd serve-teacher model=... [port=8100] [host=127.0.0.1] [gives=hidden|logprobs] "
+            "[dtype=auto] [max_len=N] [max_logprobs=128] [args=[--flag,value]]"
+        )
     return DONE
 
 

@@ -17,6 +17,7 @@ from opd.exits import DONE, refuse
 from opd.loop import train
 from opd.observe import config_differences
 from opd.plan import plan_table
+from opd.remote import RemoteError
 from opd.run import Run
 
 HARMLESS = ("steps:", "resume:", "stop_after:", "run_dir:")  # keys that do not make it another run
@@ -59,6 +60,10 @@ def train_config(cfg: DictConfig) -> int:
         run.begin()
         train(run)
         run.finish()
+    except RemoteError:
+        if run.step:  # the weights are those of this step: what has been learned is kept
+            run.keep()
+        raise
     finally:
         run.close()
     return 128 + (run.observer.stop_signal or signal.SIGTERM) if run.terminated else DONE

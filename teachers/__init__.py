@@ -1,6 +1,7 @@
 """Teachers: what scores the student's own samples."""
 
 from opd.teachers.local import LocalTeacher
-from opd.teachers.protocol import Teacher
+from opd.teachers.protocol import AnsweringTeacher, GivesFullVocab, LimitsLength, Teacher
+from opd.teachers.served import ServedTeacher
 
-__all__ = ["LocalTeacher", "Teacher"]
+__all__ = ["AnsweringTeacher", "GivesFullVocab", "LimitsLength", "LocalTeacher", "ServedTeacher", "Teacher"]

@@ -14,7 +14,7 @@ from opd.heads import Head, check_split, split_model
 from opd.losses import Need
 from opd.losses.protocol import needs
 from opd.padding import pad, predictor_index, split_by_tokens
-from opd.records import FullVocab, Prompt, Rollout
+from opd.records import FullVocab, Prompt, Rollout, TeacherScores
 from opd.students import HFSampler, HFStudent, SamplingParams
 from opd.students.model import Dtype
 
@@ -59,10 +59,10 @@ class LocalTeacher:
         return self._head
 
     @torch.no_grad()
-    def score(self, rollouts: Sequence[Rollout]) -> list[FullVocab | None]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores | None]:
         """The hidden states [R, H] that predict each response token; no row is ever missing."""
         sequences = [rollout.prompt.token_ids + rollout.token_ids for rollout in rollouts]
-        scores: list[FullVocab | None] = [None] * len(rollouts)
+        scores: list[TeacherScores | None] = [None] * len(rollouts)
         for group in split_by_tokens([len(sequence) for sequence in sequences], self.micro_batch_tokens):
             ids, mask = pad([sequences[index] for index in group], pad_id=0)
             hidden = self._body(

@@ -9,12 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.heads import Head
 from opd.losses import Need
-from opd.records import FullVocab, Rollout
+from opd.records import Prompt, Rollout, TeacherScores
+from opd.students import SamplingParams
 
 
 @runtime_checkable
 class Teacher(Protocol):
-    """Scores rollouts. Construction reads nothing; `start` loads."""
+    """Scores rollouts. Construction reads nothing; `start` loads. Further abilities are protocols below."""
 
     @property
     def provides(self) -> frozenset[Need]:
@@ -29,14 +30,38 @@ class Teacher(Protocol):
         """Loads weights or opens connections."""
         ...
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[FullVocab | None]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores | None]:
         """Scores in the order of the rollouts; None where there is no score, never a zero."""
-        ...
-
-    def head(self) -> Head:
-        """Turns the scores' hidden states into logits."""
         ...
 
     def close(self) -> None:
         """Releases what `start` took."""
+        ...
+
+
+@runtime_checkable
+class GivesFullVocab(Teacher, Protocol):
+    """A teacher whose scores are hidden states (`FullVocab`); it provides `full_vocab`."""
+
+    def head(self) -> Head:
+        """Turns the scores' hidden states into logits. Loaded anew where it is not kept: callers hold on to it."""
+        ...
+
+
+@runtime_checkable
+class LimitsLength(Teacher, Protocol):
+    """A teacher that knows, once started, how many tokens a sequence may have."""
+
+    @property
+    def max_len(self) -> int:
+        """Prompt and response together."""
+        ...
+
+
+@runtime_checkable
+class AnsweringTeacher(Teacher, Protocol):
+    """A teacher that can also answer prompts itself, as `Sampler.sample` does."""
+
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> list[Rollout]:
+        """Its own answers, in the order of prompts and samples."""
         ...
