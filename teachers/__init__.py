@@ -2,6 +2,15 @@
 
 from opd.teachers.local import LocalTeacher
 from opd.teachers.protocol import AnsweringTeacher, GivesFullVocab, LimitsLength, Teacher
+from opd.teachers.scorer import ScorerTeacher
 from opd.teachers.served import ServedTeacher
 
-__all__ = ["AnsweringTeacher", "GivesFullVocab", "LimitsLength", "LocalTeacher", "ServedTeacher", "Teacher"]
+__all__ = [
+    "AnsweringTeacher",
+    "GivesFullVocab",
+    "LimitsLength",
+    "LocalTeacher",
+    "ScorerTeacher",
+    "ServedTeacher",
+    "Teacher",
+]
