@@ -40,13 +40,10 @@ def joined(
     rewards: Sequence[Reward],
     credits: Sequence[Credit],
     scores: Mapping[str, Sequence[TeacherScores | None]],
-    terms_of: Mapping[str, frozenset[str]],
+    terms: Sequence[frozenset[str]],
 ) -> list[Row]:
-    """One row per rollout; `terms_of`: stream -> names of the terms it trains under."""
+    """One row per rollout; `terms`: names of those that train on it."""
     return [
-        Row(
-            rollout, rewards[i], credits[i], {name: given[i] for name, given in scores.items()},
-            terms_of[rollout.prompt.stream],
-        )
+        Row(rollout, rewards[i], credits[i], {name: given[i] for name, given in scores.items()}, terms[i])
         for i, rollout in enumerate(rollouts)
-    ]  # fmt: skip
+    ]

@@ -31,7 +31,7 @@ from opd.rewards import RewardStage
 from opd.rows import Row, joined
 from opd.schedules import Schedule, Watching
 from opd.scoring import TeacherStage
-from opd.terms import Term
+from opd.terms import Term, check_sources, terms_on
 from opd.weighting import Facts, split_by_rows
 
 
@@ -63,7 +63,9 @@ class Run:
         ends = [teacher.tokenizer().eos_token_id for teacher in self.teachers.teachers.values()]
         self.all_stop_ids = tuple(sorted({*self.stop_ids, *(end for end in ends if isinstance(end, int))}))
         self.prompts = Prompts(self.config.data, self.tokenizer, self.config.seed)
-        self.answers = Answers(self.prompts, self.sampler, self.rewards, self.tokenizer)
+        check_sources(self.terms, self.prompts)
+        self.teachers.check_examples(self.prompts.examples)
+        self.answers = Answers(self.prompts, self.sampler, self.rewards, self.tokenizer, self.teachers.answering)
         self.latest = None if self.config.resume == "never" else self.checkpoints.latest()
 
     def already_finished(self) -> bool:
@@ -87,7 +89,7 @@ class Run:
         self._started.callback(self.rewards.close)
         self.rewards.start()
         max_len = config.data.max_prompt_tokens + max(config.sampler.params.max_tokens, config.eval.max_tokens or 0)
-        self.teachers.start(max_len)
+        self.teachers.start(max_len, self.engine.module.model)
         self._started.callback(self.teachers.close)
         self.vocab_size = self._shared_vocabulary()
         self.answers.vocab_size = self.vocab_size
@@ -102,6 +104,7 @@ class Run:
             state = read_state(self.latest)
             self.step = state["step"]
             self.engine.load(self.latest)
+            self.teachers.load(self.latest)
             self.observer.restore(state)
         self.sampler.sync(self.engine.weights(), version=self.step)
 
@@ -179,26 +182,19 @@ class Run:
         stale = sorted({rollout.version for rollout in rollouts if rollout.version != self.step})
         if stale:
             raise RuntimeError(f"rollouts of weight versions {stale} reached the update of version {self.step}")
-        names = frozenset(term.name for term in self.terms)
-        terms_of = {
-            name: names if stream.terms is None else names & frozenset(stream.terms)
-            for name, stream in self.config.data.streams.items()
-        }
-        return joined(rollouts, rewards, credits, scores, terms_of)
+        terms = [frozenset(term.name for term in self._terms_on(rollout)) for rollout in rollouts]
+        return joined(rollouts, rewards, credits, scores, terms)
+
+    def _terms_on(self, rollout: Rollout) -> list[Term]:
+        return terms_on(rollout.prompt, self.terms, self.config.data.streams)
 
     def credits(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Credit]:
-        """Credit of the rows whose stream has a term that needs it; the others do not move any mean."""
-        return self.credit.assign(rollouts, self._in_reward_streams(rollouts, rewards))
+        """Credit of the rows that a term with advantages trains on; the others do not move any mean."""
+        return self.credit.assign(rollouts, self._that_count(rollouts, rewards))
 
-    def _in_reward_streams(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Reward]:
-        wanting = {term.name for term in self.terms if term.needs_advantage}
-        streams = {
-            name
-            for name, stream in self.config.data.streams.items()
-            if wanting & (wanting if stream.terms is None else set(stream.terms))
-        }
+    def _that_count(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> list[Reward]:
         return [
-            reward if rollout.prompt.stream in streams else Reward(None)
+            reward if any(term.needs_advantage for term in self._terms_on(rollout)) else Reward(None)
             for rollout, reward in zip(rollouts, rewards, strict=True)
         ]
 
@@ -244,10 +240,11 @@ class Run:
         """Logs the step; evaluates, checks parity and saves when due."""
         self.step = step
         weights = {f"weight/{name}": Mean(w, 1.0) for name, w in self.objective(step - 1).weights.items()}
-        judged = self._in_reward_streams(rollouts, rewards)
+        judged = self._that_count(rollouts, rewards)
         learns = any(term.needs_advantage for term in self.terms)
         groups = {"reward/informative_groups": informative_share(rollouts, judged)} if learns else {}
-        merged = ranks.merged({**rollout_metrics(rollouts), **self.answers.metrics, **groups, **weights, **update})
+        parts = rollout_metrics(rollouts), self.answers.metrics, self.teachers.metrics, groups, weights, update
+        merged = ranks.merged({name: mean for part in parts for name, mean in part.items()})
         tokens = ranks.sums({"tokens": float(self.answers.sampled_tokens)})["tokens"]
         self.observer.log_step(step, values(merged), int(tokens))
         done = step >= self.config.steps
@@ -282,11 +279,11 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint of the current step."""
         with self.stage("checkpoint"):
-            self.checkpoints.save(
-                self.step,
-                self.observer.state(self.step),
-                lambda folder: self.engine.save(folder, self.config.student, self.tokenizer),
-            )
+            self.checkpoints.save(self.step, self.observer.state(self.step), self._write)
+
+    def _write(self, folder: Path) -> None:
+        self.engine.save(folder, self.config.student, self.tokenizer)
+        self.teachers.save(folder)
 
     def close(self) -> None:
         """Releases engines, workers and displays."""

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from opd import ranks
 from opd.heads import Head
 from opd.prompts import Stream
-from opd.records import Rollout, TeacherScores
+from opd.records import Example, Mean, Prompt, Reward, Rollout, TeacherScores
 from opd.remote import on_all_ranks
-from opd.teachers import GivesFullVocab, LimitsLength, Teacher
-from opd.terms import Term
+from opd.teachers import (
+    AnsweringTeacher,
+    FollowsStudent,
+    GivesFullVocab,
+    LimitsLength,
+    MeasuresItself,
+    ReadsVerdicts,
+    Teacher,
+    TriesExamples,
+)
+from opd.terms import Term, terms_on
 
 
 class Heads(Mapping[str, Head]):
@@ -40,29 +55,60 @@ class Heads(Mapping[str, Head]):
 
 
 class TeacherStage:
-    """Every teacher scores the rows of those streams that have a term under it."""
+    """Every teacher scores the rows of those streams that have a term under it; `answering` ones give texts."""
 
-    def __init__(self, teachers: Mapping[str, Teacher], terms: Sequence[Term], streams: Mapping[str, Stream]) -> None:
+    def __init__(
+        self,
+        teachers: Mapping[str, Teacher],
+        terms: Sequence[Term],
+        streams: Mapping[str, Stream],
+        answering: Sequence[str] = (),
+    ) -> None:
         asked = dict.fromkeys(name for term in terms for name in term.teachers)
         self.teachers = {name: teachers[name] for name in asked if name in teachers}
-        self.streams_of = {
-            teacher: {
-                stream
-                for stream, spec in streams.items()
-                for term in terms
-                if teacher in term.teachers and (spec.terms is None or term.name in spec.terms)
-            }
-            for teacher in self.teachers
-        }
+        named = dict.fromkeys([*(stream.teacher for stream in streams.values()), *answering])
+        found = {name: teachers.get(name) for name in named if name is not None}
+        self.answering = {name: each for name, each in found.items() if isinstance(each, AnsweringTeacher)}
+        self.terms, self.streams = terms, streams
+        self.metrics: dict[str, Mean] = {}  # of the last `score`
 
-    def start(self, max_len: int) -> None:
-        """Loads or connects every teacher that a term uses.
+    @property
+    def all(self) -> dict[str, Teacher]:
+        """Those that answer and those that score."""
+        return {**self.answering, **self.teachers}
+
+    def check_examples(self, examples: Mapping[str, Sequence[tuple[list[int], Example]]]) -> None:
+        """Has teachers try the data of the streams that they score, before anything is loaded.
+
+        Raises:
+            ValueError: a teacher does not fit it.
+        """
+        for name, teacher in self.teachers.items():
+            if isinstance(teacher, TriesExamples):
+                theirs = [
+                    example
+                    for stream, rows in examples.items()
+                    for ids, example in rows
+                    if any(
+                        name in term.teachers
+                        for term in terms_on(Prompt("", stream, ids, example), self.terms, self.streams)
+                    )
+                ]
+                try:
+                    teacher.check_examples(theirs)
+                except ValueError as error:
+                    raise ValueError(f"teacher.{name}.{error}") from error
+
+    def start(self, max_len: int, student: nn.Module) -> None:
+        """Loads or connects every teacher that scores or answers; `student` is the module in training.
 
         Raises:
             RemoteError: a server does not answer.
             ValueError: a teacher cannot take sequences of `max_len` tokens.
         """
-        for name, teacher in self.teachers.items():
+        for name, teacher in self.all.items():
+            if isinstance(teacher, FollowsStudent):
+                teacher.attach(student)
             on_all_ranks(teacher.start)
             if isinstance(teacher, LimitsLength) and teacher.max_len < max_len:
                 raise ValueError(
@@ -70,25 +116,97 @@ class TeacherStage:
                     f"sampler.params.max_tokens is {max_len}: lower one of them, or serve it with a larger max_len"
                 )
 
-    def score(self, rollouts: Sequence[Rollout]) -> dict[str, list[TeacherScores | None]]:
+    def score(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> dict[str, list[TeacherScores | None]]:
         """Teacher name -> one entry per rollout, None where no term asks for it or the teacher has none.
 
         Raises:
             RemoteError: on all ranks, when a teacher is gone for one of them.
         """
-        return on_all_ranks(lambda: {name: self._score_with(name, rollouts) for name in self.teachers})
+        scores = self._score(rollouts, rewards, lambda prompt: terms_on(prompt, self.terms, self.streams))
+        self.metrics = self._measured()
+        return scores
 
-    def _score_with(self, name: str, rollouts: Sequence[Rollout]) -> list[TeacherScores | None]:
-        asked = [i for i, r in enumerate(rollouts) if r.prompt.stream in self.streams_of[name] and r.token_ids]
-        return _spread(self.teachers[name].score([rollouts[i] for i in asked]), asked, len(rollouts))
+    def score_all(
+        self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]
+    ) -> dict[str, list[TeacherScores | None]]:
+        """As `score`, for rollouts outside any stream (evaluation); not measured."""
+        scores = self._score(rollouts, rewards, lambda prompt: [term for term in self.terms if term.takes(prompt)])
+        self._measured()
+        return scores
 
-    def score_all(self, rollouts: Sequence[Rollout]) -> dict[str, list[TeacherScores | None]]:
-        """As `score`, for rollouts outside any stream (evaluation)."""
-        asked = [index for index, rollout in enumerate(rollouts) if rollout.token_ids]
+    def _measured(self) -> dict[str, Mean]:
         return {
-            name: _spread(teacher.score([rollouts[i] for i in asked]), asked, len(rollouts))
-            for name, teacher in self.teachers.items()
+            f"teacher/{name}/{key}": mean
+            for name, teacher in self.all.items()
+            if isinstance(teacher, MeasuresItself)
+            for key, mean in teacher.metrics().items()
         }
+
+    def _score(
+        self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], terms_of: Callable[[Prompt], Sequence[Term]]
+    ) -> dict[str, list[TeacherScores | None]]:
+        asked = [{name for term in terms_of(r.prompt) for name in term.teachers} for r in rollouts]
+        places = {
+            name: [i for i, rollout in enumerate(rollouts) if name in asked[i] and rollout.token_ids]
+            for name in self.teachers
+        }
+        return on_all_ranks(
+            lambda: {name: self._spread(name, rollouts, rewards, places[name]) for name in self.teachers}
+        )
+
+    def _spread(
+        self, name: str, rollouts: Sequence[Rollout], rewards: Sequence[Reward], places: Sequence[int]
+    ) -> list[TeacherScores | None]:
+        """The teacher's scores of the rollouts at these places, None elsewhere."""
+        teacher, asked = self.teachers[name], [rollouts[place] for place in places]
+        if isinstance(teacher, ReadsVerdicts):
+            scores = teacher.score_judged(asked, [rewards[place] for place in places])
+        else:
+            scores = teacher.score(asked)
+        spread: list[TeacherScores | None] = [None] * len(rollouts)
+        for place, score in zip(places, scores, strict=True):
+            spread[place] = score
+        return spread
+
+    def follow(self, weights: Callable[[], Iterable[tuple[str, Tensor]]], step: int) -> None:
+        """Lets teachers that are made of the student take its weights after the update to `step`; all ranks call."""
+        for teacher in self._following.values():
+            teacher.follow(weights, step)
+
+    @property
+    def _following(self) -> dict[str, FollowsStudent]:
+        return {name: teacher for name, teacher in self.all.items() if isinstance(teacher, FollowsStudent)}
+
+    def save(self, folder: Path) -> None:
+        """Writes into a checkpoint what teachers became of the student; all ranks call, rank 0 writes.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        for name, teacher in self._following.items():
+            if (state := teacher.state()) and ranks.rank() == 0:
+                (folder / "teachers").mkdir(exist_ok=True)
+                file = folder / "teachers" / f"{name}.safetensors"
+                try:
+                    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}, file)
+                except SafetensorError as error:
+                    raise OSError(f"{file}: {error}") from error
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote.
+
+        Raises:
+            ValueError: the checkpoint is of a run without such a teacher.
+        """
+        for name, teacher in self._following.items():
+            if teacher.state():
+                file = folder / "teachers" / f"{name}.safetensors"
+                if not file.is_file():
+                    raise ValueError(
+                        f"teacher.{name}: its weights follow the student's, and the checkpoint {folder} holds none for "
+                        "it; take the configuration that made it, or start anew by resume=never"
+                    )
+                teacher.restore(load_file(file))
 
     def heads(self, vocab_size: int, resident: int | None = None) -> Heads:
         """Name -> head of every teacher that gives the full vocabulary, `resident` of them in memory at a time."""
@@ -101,12 +219,5 @@ class TeacherStage:
 
     def close(self) -> None:
         """Releases every teacher."""
-        for teacher in self.teachers.values():
+        for teacher in (self.answering | self.teachers).values():
             teacher.close()
-
-
-def _spread(scores: Sequence[TeacherScores | None], places: Sequence[int], length: int) -> list[TeacherScores | None]:
-    spread: list[TeacherScores | None] = [None] * length
-    for place, score in zip(places, scores, strict=True):
-        spread[place] = score
-    return spread

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from opd.head_file import read_head
 from opd.heads import Head, check_split, split_model
 from opd.losses import Need
 from opd.losses.protocol import needs
@@ -27,6 +29,8 @@ class LocalTeacher:
         model: folder or hub name.
         dtype: of its weights.
         micro_batch_tokens: padded tokens per forward pass.
+        keep: where the weights are between scorings: `device`; `host`, from which they move to a GPU and back; `disk`,
+            from which they are read at every step, for several teachers where memory holds one.
     """
 
     model: str
@@ -34,6 +38,7 @@ class LocalTeacher:
     micro_batch_tokens: int = 16384
     attention: str = "sdpa"
     trust_remote_code: bool = False
+    keep: Literal["device", "host", "disk"] = "device"
     provides: ClassVar[frozenset[Need]] = needs("full_vocab")
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -43,47 +48,71 @@ class LocalTeacher:
     def start(self) -> None:
         """Loads the weights, frozen."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.network = AutoModelForCausalLM.from_pretrained(
-            self.model,
-            dtype=getattr(torch, self.dtype),
-            attn_implementation=self.attention,
-            trust_remote_code=self.trust_remote_code,
-        )
+        self.network: Any = None
+        with self._loaded():
+            check_split(self.network, *split_model(self.network), "teacher.model")
+
+    @contextmanager
+    def _loaded(self) -> Iterator[None]:
+        """Inside, the weights are on the device; then they go back to where they are kept."""
+        if self.network is None:
+            self.network = AutoModelForCausalLM.from_pretrained(
+                self.model,
+                dtype=getattr(torch, self.dtype),
+                attn_implementation=self.attention,
+                trust_remote_code=self.trust_remote_code,
+            )
+            self.network.eval().requires_grad_(False)
         nn.Module.to(self.network, self.device)
-        self.network.eval().requires_grad_(False)
-        self._body, self._head = split_model(self.network)
-        check_split(self.network, self._body, self._head, "teacher.model")
+        try:
+            yield
+        finally:
+            if self.keep == "host":
+                nn.Module.to(self.network, "cpu")
+            elif self.keep == "disk":
+                self.network = None
 
     def head(self) -> Head:
-        """The model's own head."""
-        return self._head
+        """The model's own head; with `keep` of disk read anew."""
+        if self.network is None:
+            return read_head(self.model, getattr(torch, self.dtype), self.trust_remote_code).to(self.device)
+        return split_model(self.network)[1].to(self.device)
 
-    @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores | None]:
         """The hidden states [R, H] that predict each response token; no row is ever missing."""
-        sequences = [rollout.prompt.token_ids + rollout.token_ids for rollout in rollouts]
-        scores: list[TeacherScores | None] = [None] * len(rollouts)
-        for group in split_by_tokens([len(sequence) for sequence in sequences], self.micro_batch_tokens):
-            ids, mask = pad([sequences[index] for index in group], pad_id=0)
-            hidden = self._body(
-                input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
-            ).last_hidden_state
-            flat = hidden.flatten(0, 1)
-            for row, index in enumerate(group):
-                prompt, tokens = len(rollouts[index].prompt.token_ids), len(rollouts[index].token_ids)
-                scores[index] = FullVocab(
-                    flat[[predictor_index(row, ids.shape[1], prompt, position) for position in range(tokens)]]
-                )
-        return scores
+        if not rollouts:
+            return []
+        with self._loaded():
+            states = response_states(split_model(self.network)[0], rollouts, self.micro_batch_tokens)
+        return [FullVocab(state) for state in states]
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> list[Rollout]:
         """The teacher's own answers, to be compared with the student's."""
         student = HFStudent(self.model, self.dtype, trust_remote_code=self.trust_remote_code)
         tokenizer = student.tokenizer()
         sampler = HFSampler()
-        sampler.attach(self.network, tokenizer, student.stop_ids(tokenizer))
-        return sampler.sample(prompts, params, seed)
+        with self._loaded():
+            sampler.attach(self.network, tokenizer, student.stop_ids(tokenizer))
+            rollouts = sampler.sample(prompts, params, seed)
+            sampler.close()
+        return rollouts
 
     def close(self) -> None:
         """Drops the weights."""
-        del self.network, self._body, self._head
+        self.network = None
+
+
+@torch.no_grad()
+def response_states(body: nn.Module, rollouts: Sequence[Rollout], micro_batch_tokens: int) -> list[Tensor]:
+    """The body's hidden states [R, H] that predict each rollout's response tokens, on the body's device."""
+    sequences = [rollout.prompt.token_ids + rollout.token_ids for rollout in rollouts]
+    device = next(body.parameters()).device
+    found: dict[int, Tensor] = {}
+    for group in split_by_tokens([len(sequence) for sequence in sequences], micro_batch_tokens):
+        ids, mask = pad([sequences[index] for index in group], pad_id=0)
+        hidden = body(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).last_hidden_state
+        flat = hidden.flatten(0, 1)
+        for row, index in enumerate(group):
+            prompt, tokens = len(rollouts[index].prompt.token_ids), len(rollouts[index].token_ids)
+            found[index] = flat[[predictor_index(row, ids.shape[1], prompt, position) for position in range(tokens)]]
+    return [found[index] for index in range(len(rollouts))]
