@@ -11,7 +11,7 @@ import torch
 
 from opd.losses import Need, ReverseKL
 from opd.prompts import Stream
-from opd.records import Example, Prompt, Rollout, SomeTokens, TeacherScores
+from opd.records import Example, Prompt, Reward, Rollout, SomeTokens, TeacherScores
 from opd.scoring import TeacherStage
 from opd.terms import Term, terms_on
 from tests.composing import prepare, refusal, tiny_opd, write_jsonl
@@ -72,7 +72,7 @@ def test_a_teacher_scores_only_the_rows_of_its_terms() -> None:
     stage = TeacherStage(teachers, TERMS[:2], STREAMS)
     kinds = [("a", "algebra"), ("a", "python"), ("b", "python"), ("b", "geometry")]
     rows = [asked_of(stream, source, number) for number, (stream, source) in enumerate(kinds)]
-    scores = stage.score(rows)
+    scores = stage.score(rows, [Reward(None)] * 4)
     assert {name: [score is not None for score in given] for name, given in scores.items()} == {
         "m": [True, False, False, False], "c": [False, True, True, False],
     }  # fmt: skip

@@ -5,6 +5,7 @@ Imported, the same scenarios run in one process: each scenario names the rows of
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from opd.records import Mean, TokenChunk
 from opd.rows import Row
 from opd.students import HFStudent
 from opd.terms import Term
+from tests.mixed import Mixed
 from tests.rows import CONSTANT_WEIGHTS, TERMS, Setting, constant_terms, engine, masked, weights_of
 from tests.tiny import tokenizer
 
@@ -29,6 +31,11 @@ STAGES = [0, 1, 2, 3]
 SAVED_STAGES = [1, 3]  # replicated and sharded weights under a sharded optimizer; test_engine.py has every stage
 DEALS = {"4+1": ([0, 1, 3, 4], [2]), "5+0": ([0, 1, 2, 3, 4], [])}
 CONSTANT_DEALS = {"2+2": ([0, 1], [2, 3]), "3+1": ([0, 1, 2], [3]), "4+0": ([0, 1, 2, 3], [])}
+
+TERM_DEALS = {  # groups stay whole; in the second rank 1 has no sampled answer, for most terms no row at all
+    "6+2": ([0, 1, 2, 3, 4, 6], [5, 7]),
+    "none": ([0, 1, 2, 3, 4, 5], [6, 7]),
+}
 
 
 def mine(rows: Sequence[Row], deal: tuple[list[int], list[int]]) -> list[Row]:
@@ -119,6 +126,31 @@ def saved(setting: Setting, stage: int, folder: Path) -> dict[str, Any]:
     return {"weights": weights}
 
 
+class Keeps(torch.optim.SGD):
+    """Leaves the weights as they are and keeps the gradients that it was given."""
+
+    kept: list[Tensor]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Copies every gradient."""
+        self.kept = [parameter.grad.clone() for group in self.param_groups for parameter in group["params"]]
+
+
+def every_term(mixed: Mixed, terms: dict[str, Term]) -> dict[str, Any]:
+    """Loss and gradients of every term, as the optimizer of each rank gets them: the same bits."""
+    trained = engine(mixed.student, 0, optimizer=Keeps)
+    names = [name for name, _ in trained.module.model.named_parameters()]
+    results = {}
+    for label, term in terms.items():
+        for deal, shares in TERM_DEALS.items():
+            batch, objective = mixed.update(term, mine(mixed.rows, shares), trained.measure, budget=24, chunk=5)
+            metrics = values(trained.update(batch, objective, mixed.heads()))
+            grads = dict(zip(names, trained.deepspeed.basic_optimizer.kept, strict=True))
+            assert all(torch.equal(other[name], grads[name]) for other in ranks.gather(grads) for name in names)
+            results[f"{deal} {label}"] = {"loss": metrics["loss/term"], "grads": grads}
+    return results
+
+
 def helpers() -> dict[str, Any]:
     """The small collective functions on values that differ by rank."""
     number = float(ranks.rank())
@@ -150,7 +182,10 @@ def main(student: str, teacher: str, out: str) -> None:
     """One rank's work; rank 0 writes the results."""
     init_distributed()
     small = helpers()
-    results = scenarios(Setting.of(Path(student), Path(teacher)), Path(out).parent / "two") | {"helpers": small}
+    folder = Path(out).parent
+    terms = pickle.loads((folder / "terms.pickle").read_bytes())  # composing them takes seconds
+    results = scenarios(Setting.of(Path(student), Path(teacher)), folder / "two")
+    results |= {"helpers": small, "terms": every_term(Mixed.of(folder / "terms"), terms)}
     if ranks.rank() == 0:
         torch.save(results, out)
 
