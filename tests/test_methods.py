@@ -404,7 +404,9 @@ REFERENCES: dict[str, dict[str, Callable[[Seen], Tensor]]] = {
     "score_centering": {"grpo": score_centering},
     "deepseek_v4": {"distill": lambda s: kl(s.p, s.q).mean(), "distill_weak": lambda s: kl(s.p, s.weak).mean()},
     "lsm": {"distill": lsm},
-    "sdpo_tail": {
+    "opsd": {"distill": lambda s: jsd(s.p, s.q).mean()},
+    "sdft": {"distill": lambda s: kl(s.p, s.q).mean()},
+    "sdpo": {
         "distill": lambda s: (
             kl(lumped(s.p, best(s.p, 20)), lumped(s.q, best(s.p, 20))) * s.rho.detach().clamp(max=2.0)
         ).mean()
