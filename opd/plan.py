@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from opd.api_plan import expected
 from opd.run import Run
 
 
@@ -31,6 +32,8 @@ def plan_table(run: Run) -> Table:
             f"{answers * config.sampler.params.max_tokens} sampled tokens a step; "
             f"{len(run.prompts.examples[name])} examples",
         )
+    for part in expected(config, run.prompts):
+        table.add_row(f"cost of {part.key}", str(part))
     for name in config.reward:
         table.add_row(f"reward.{name}", type(config.reward[name].function).__name__)
     table.add_row("credit", type(config.credit).__name__)

@@ -6,14 +6,14 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
 from opd import ranks
-from opd.records import Example, Prompt
+from opd.records import Example, Prompt, Rollout
 
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # a surrogate; a whole pair is one character by now
 
@@ -95,7 +95,8 @@ class Stream:
         samples: answers per prompt; answers to one prompt form a group.
         terms: names of loss terms that apply; null for all.
         source: examples of its own; null for `data.train`.
-        answers: `student` samples; `given` takes each example's `answer` (gold, or a teacher's), to be imitated.
+        answers: `student` samples; `given` takes each example's `answer` (gold, or a teacher's), `teacher` lets the
+            teacher named by `teacher` answer; the last two are imitated.
         refill_rounds: how often groups whose rewards do not differ are replaced by fresh prompts (DAPO's dynamic
             sampling); 0 never.
     """
@@ -104,7 +105,8 @@ class Stream:
     samples: int = 1
     terms: list[str] | None = None
     source: Source | None = None
-    answers: Literal["student", "given"] = "student"
+    answers: Literal["student", "given", "teacher"] = "student"
+    teacher: str | None = None
     refill_rounds: int = 0
 
     def __post_init__(self) -> None:
@@ -115,15 +117,39 @@ class Stream:
             )
         if self.answers == "given" and (self.samples > 1 or self.refill_rounds):
             raise ValueError("answers=given: there is one answer to a prompt; set samples=1 and refill_rounds=0")
+        if (self.answers == "teacher") != (self.teacher is not None):
+            raise ValueError(
+                f"answers={self.answers}, teacher={self.teacher}: set answers=teacher and a teacher's name, or neither"
+            )
+        if self.answers == "teacher" and self.refill_rounds:
+            raise ValueError("answers=teacher: these answers get no reward to refill by; set refill_rounds=0")
+
+
+@runtime_checkable
+class Column(Protocol):
+    """Tells more of an example once the student has answered it, such as a hint; rewards and teachers may read it."""
+
+    def start(self) -> None:
+        """Opens what it needs; called once before the first step."""
+        ...
+
+    def fill(self, rollouts: Sequence[Rollout]) -> list[str | None]:
+        """One text per sampled answer, in order; None where there is none."""
+        ...
+
+    def close(self) -> None:
+        """Releases what `start` took."""
+        ...
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Examples to train on and to evaluate on, and the streams of an update."""
+    """Examples to train on and to evaluate on, the streams of an update, and columns that are made during the run."""
 
     train: Source
     heldout: Source | None = None
     streams: dict[str, Stream] = field(default_factory=lambda: {"main": Stream(prompts=64)})
+    columns: dict[str, Column] = field(default_factory=dict)
     max_prompt_tokens: int = 1024
     too_long: Literal["error", "drop", "keep_end"] = "error"
 
@@ -139,7 +165,7 @@ class Prompts:
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         encoder = Encoder(tokenizer, data.max_prompt_tokens, data.too_long)
-        self.streams, self.seed = data.streams, seed
+        self.streams, self.columns, self.seed = data.streams, data.columns, seed
         self._orders: dict[str, tuple[int, list[int]]] = {}  # stream -> the epoch that it is in, and its order
         shares = any(stream.source is None for stream in data.streams.values())
         shared = encoder.encode(data.train, "data.train") if shares else []
@@ -151,6 +177,15 @@ class Prompts:
             if stream.answers == "given" and any(example.answer is None for _, example in self.examples[name]):
                 raise ValueError(f"data.streams.{name}.answers=given: some examples have no `answer`")
         self.heldout = [] if data.heldout is None else encoder.encode(data.heldout, "data.heldout")
+
+    @property
+    def told(self) -> dict[str, list[tuple[list[int], Example]]]:
+        """The examples with a stand-in for every column that is made during the run."""
+        later = dict.fromkeys(self.columns, "...")
+        return {
+            name: [(ids, replace(example, columns={**example.columns, **later})) for ids, example in rows]
+            for name, rows in self.examples.items()
+        }
 
     def draw(self, step: int) -> list[Prompt]:
         """The prompts of a step, of all streams and ranks. Every epoch is a fresh permutation; none is cut short."""
@@ -219,7 +254,7 @@ class Encoder:
                     f"{key}: example {number} holds half of a surrogate pair (such as \\ud83d alone), which is no "
                     "character: write the whole pair, or leave it out"
                 )
-            token_ids = self._ids(example, key)
+            token_ids = self.ids(example, key)
             if not token_ids:
                 raise ValueError(f"{key}: example {number} has an empty prompt")
             if len(token_ids) > self.limit:
@@ -241,7 +276,8 @@ class Encoder:
         start = token_ids[:1] if token_ids[0] == self.tokenizer.bos_token_id else []
         return start + token_ids[len(token_ids) - self.limit + len(start) :]
 
-    def _ids(self, example: Example, key: str) -> list[int]:
+    def ids(self, example: Example, key: str) -> list[int]:
+        """The example's prompt as the model gets it, not cut; ValueError for a chat without a chat template."""
         if isinstance(example.prompt, str):
             ids: list[int] = self.tokenizer(example.prompt)["input_ids"]  # pyright: ignore[reportAssignmentType]
             if (

@@ -11,6 +11,7 @@ What a function can do wrong, and what comes of it (`on_error` is the policy, co
 | answers with another number of values   | RewardError      | RewardError                                        |
 | raises, or its process dies             | RewardError      | the bad rows have no reward: `reward/errors`       |
 | runs past `time_limit`                  | RewardTimeout    | the bad rows have no reward: `reward/timeouts`     |
+| raises RemoteError (a judge is gone)    | RemoteError      | RemoteError: it would fail for every row           |
 
 To find the bad rows, the rows are asked one by one. A row alone gets an eighth of `time_limit`, all of them together
 `time_limit` plus an eighth of what they might take; rows not reached by then are lost too. The start of a process after
@@ -23,13 +24,18 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
 from opd.records import Mean, Reward, Rollout
+from opd.remote import RemoteError
 from opd.reward_worker import Answer, ContractError, RewardWorker, TimedOut, run_function
+from opd.students import HFStudent
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +58,58 @@ class InProcess(Protocol):
     """Declared by functions that cannot hang: called in the trainer's process, without a time limit."""
 
     in_process: ClassVar[bool]
+
+
+@runtime_checkable
+class Connects(Protocol):
+    """Declared by functions in the trainer's process that open something; a RemoteError of theirs ends the run."""
+
+    def start(self) -> None:
+        """Called once before the first batch."""
+        ...
+
+    def close(self) -> None:
+        """Called once after the last."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Declared by functions and teachers that count what they do."""
+
+    def metrics(self) -> Mapping[str, Mean]:
+        """Since the last call; always under the same names."""
+        ...
+
+
+@runtime_checkable
+class LearnsFromPairs(Protocol):
+    """Declared by functions in the trainer's process that are trained in the loop, on a teacher's answers and ours."""
+
+    @property
+    def teacher(self) -> str:
+        """Name of the teacher whose answers are the better ones."""
+        ...
+
+    def judges(self, stream: str) -> bool:
+        """Whether it learns from answers of this stream."""
+        ...
+
+    def begin(self, student: HFStudent, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Makes what is to learn; called once before the first batch, on all ranks."""
+        ...
+
+    def learn(self, pairs: Sequence[tuple[Rollout, Rollout]]) -> Mapping[str, Mean]:
+        """Learns from (teacher's, student's) answers to the same prompts, those of all ranks on every rank; metrics."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """All that `restore` needs to go on as if never stopped; the same on all ranks."""
+        ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state` gave."""
+        ...
 
 
 @runtime_checkable
@@ -115,12 +173,16 @@ class RewardStage:
         self.time_limit = time_limit
         self.on_error = on_error
         self._worker = RewardWorker()
+        self._connected: list[Connects] = []
         self._lost: Counter[str] = Counter()  # rows of the last batch by metric: errors, timeouts, invalid
         self._metrics: dict[str, Mean] = {}
 
     def start(self) -> None:
         """Start the worker if a function needs one, and import the functions there: faults show before step 1."""
         for term in self.terms:
+            if isinstance(term.function, Connects):
+                term.function.start()
+                self._connected.append(term.function)
             if not _runs_in_process(term) and (problem := self._worker.load(term.function)) is not None:
                 raise RewardError(f"{term.label} {problem}") from problem.__cause__
 
@@ -139,13 +201,20 @@ class RewardStage:
         self._metrics = self._measure(rewards)
         return rewards
 
+    @property
+    def pair_teachers(self) -> list[str]:
+        """Teachers from whose answers rewards learn."""
+        return [f.teacher for term in self.terms if isinstance(f := term.function, LearnsFromPairs)]
+
     def metrics(self) -> dict[str, Mean]:
         """Of the last scored batch; the counts are rows lost per batch. No entries without terms."""
         return dict(self._metrics)
 
     def close(self) -> None:
-        """Stop the worker. The stage may be used again and then starts another."""
+        """Stop the worker, and close what functions opened. The stage may be used again and then starts another."""
         self._worker.stop()
+        while self._connected:
+            self._connected.pop().close()
 
     def _measure(self, rewards: Sequence[Reward]) -> dict[str, Mean]:
         values = [reward.value for reward in rewards]
@@ -154,6 +223,9 @@ class RewardStage:
         for name, column in {"reward/mean": values, **columns}.items():
             known = [value for value in column if value is not None]
             means[name] = Mean(sum(known), len(known))
+        for term in self.terms:
+            if isinstance(term.function, Measured):
+                means |= {f"reward/{term.name}/{name}": mean for name, mean in term.function.metrics().items()}
         counts = {f"reward/{kind}": Mean(self._lost[kind], 1) for kind in ("invalid", "errors", "timeouts")}
         return {**means, "reward/missing": Mean(values.count(None), len(values)), **counts}
 
@@ -195,6 +267,8 @@ class RewardStage:
             answer = run_function(term.function, rollouts)
         else:
             answer = self._worker.call(term.function, rollouts, limit)
+        if isinstance(answer, RemoteError):
+            raise answer
         if isinstance(answer, ContractError):
             raise RewardError(f"{term.label} {answer}") from answer.__cause__
         return answer
