@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 
-.PHONY: help venv quickstart hybrid smollm2 test test-all lint typecheck bench bench-estimators demo-models clean
+.PHONY: help venv quickstart hybrid smollm2 test test-all lint typecheck bench bench-estimators bench-wire demo-models clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -44,11 +44,15 @@ typecheck: venv  ## pyright, on the wheel as a user would install it
 	$(PY) -m pip install --quiet --no-deps --target build/typecheck build/wheel/*.whl
 	$(BIN)/pyright --pythonpath $(PY) | sed -E 's#$(CURDIR)/##; s#build/typecheck/opd/(teachers|students|losses|conf)/#\1/#; s#build/typecheck/##'
 
-bench: venv  ## time and peak memory of the objective, against naive code and the floor
-	$(PY) examples/bench/objective.py $(ARGS)
+bench: venv  ## time and peak memory of the objective, against naive code, TRL, Liger and the floor; ARGS="--help"
+	@bash examples/bench/make-venv $(VENV) $(VENV)-bench
+	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python examples/bench/objective.py $(ARGS)
 
 bench-estimators: venv  ## bias and noise of full, top-k and sampled-token gradients on the demo task
 	$(PY) examples/bench/estimators.py $(ARGS)
+
+bench-wire: venv  ## bytes and time per token of a teacher behind a wire; what bfloat16 hidden states do to the gradient
+	OMP_NUM_THREADS=1 $(PY) examples/bench/wire.py $(ARGS)
 
 demo-models: venv  ## train the models of opd/demo/models again, some minutes
 	$(PY) -m opd.demo.recipe opd/demo/models

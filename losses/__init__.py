@@ -12,18 +12,21 @@ from opd.losses.divergences import (
 )
 from opd.losses.estimators import CrossEntropy, SampledKL, SampledReverseKL
 from opd.losses.policy_gradients import BPO, CISPO, GSPO, SAPO, PPOClip, ScoreCentering, TeacherModulated
-from opd.losses.protocol import AnalyticLoss, ClippedLoss, Formula, Loss, Need, RowLoss
+from opd.losses.protocol import AnalyticLoss, ClippedLoss, Formula, Loss, Need, RowLoss, TokenLoss
+from opd.losses.ranked import GOLD, ULD
 from opd.losses.truncated import TruncatedReverseKL
 from opd.losses.views import AtTemperature, GatedByEntropy, Geometric, OnTopK, StopClass, Toward, Veto
 
 __all__ = [
     "BPO",
     "CISPO",
+    "GOLD",
     "GSPO",
     "JSD",
     "MIS",
     "SAPO",
     "TIS",
+    "ULD",
     "AdaptiveKL",
     "AnalyticLoss",
     "AtTemperature",
@@ -48,6 +51,7 @@ __all__ = [
     "SkewReverseKL",
     "StopClass",
     "TeacherModulated",
+    "TokenLoss",
     "TokenMask",
     "TotalVariation",
     "Toward",

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from opd.distributions import row_dots
 from opd.losses.protocol import ByGradient, Need, needs
 from opd.records import TokenChunk
 from opd.schedules import Scheduled, at
@@ -41,7 +42,7 @@ class ReverseKL(ByGradient):
         teacher_logp, _ = _teacher(chunk)
         if self.floor is not None:
             teacher_logp = teacher_logp.clamp(min=self.floor)
-        log_ratio = chunk.student_logp - teacher_logp
+        log_ratio = chunk.difference(chunk.student_logp, teacher_logp)
         value = _dot(chunk.student_p, log_ratio)
         return value, log_ratio.sub_(value[:, None]).mul_(chunk.student_p)
 
@@ -182,4 +183,4 @@ def _mixture(first_logp: Tensor, second_logp: Tensor, alpha: float) -> Tensor:
 
 def _dot(weights: Tensor, values: Tensor) -> Tensor:
     """sum_v weights * values [n]."""
-    return torch.linalg.vecdot(weights, values)
+    return row_dots(weights, values)

@@ -37,19 +37,28 @@ class PPOClip:
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""
-        ratio = token_ratio(chunk)
-        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        loss = -torch.minimum(ratio * chunk.advantages, clipped * chunk.advantages)
-        if self.dual_clip is None:
-            return loss
-        bound = -self.dual_clip * chunk.advantages
-        return torch.where(chunk.advantages < 0, torch.minimum(loss, bound), loss)
+        return self._value(token_ratio(chunk), chunk.advantages)
+
+    def value_and_slope(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n], and -rho A where no bound holds."""
+        ratio, advantages = token_ratio(chunk), chunk.advantages
+        held = self._cut(ratio, advantages) | ((chunk.token_logp - chunk.sampler_logp).abs() > MAX_LOG_RATIO)
+        return self._value(ratio, advantages), (ratio * advantages).neg_().masked_fill_(held, 0.0)
 
     def clipped(self, chunk: TokenChunk) -> Tensor:
         """Tokens [n] without a gradient: beyond a bound in the direction of their advantage."""
-        ratio = token_ratio(chunk)
-        cut = _beyond(ratio, chunk.advantages, self.clip_low, self.clip_high)
-        return cut if self.dual_clip is None else cut | ((chunk.advantages < 0) & (ratio > self.dual_clip))
+        return self._cut(token_ratio(chunk), chunk.advantages)
+
+    def _value(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages)
+        if self.dual_clip is None:
+            return loss
+        return torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
+
+    def _cut(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        cut = _beyond(ratio, advantages, self.clip_low, self.clip_high)
+        return cut if self.dual_clip is None else cut | ((advantages < 0) & (ratio > self.dual_clip))
 
 
 @dataclass(frozen=True)

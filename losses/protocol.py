@@ -16,8 +16,9 @@ from torch import Tensor
 from opd.records import TokenChunk, TokenRow
 
 Need = Literal[
-    "full_vocab", "top_k", "sampled", "reference", "advantage", "sampler_logp", "sampler_top", "row_ratio", "row_value"
-]
+    "full_vocab", "top_k", "sampled", "ranked", "text", "reference", "advantage", "sampler_logp", "sampler_top",
+    "row_ratio", "row_value",
+]  # fmt: skip
 
 
 @runtime_checkable
@@ -29,10 +30,11 @@ class Loss(Protocol):
         """What must exist for the formula.
 
         `full_vocab`, `top_k` or `sampled`: the teacher's scores of all tokens, of its likeliest or of the sampled one;
-        `reference`: the same of a second teacher; `advantage`: rewards; `sampler_logp`: the probability under which the
-        token was drawn, exactly; `sampler_top`: the same of the likeliest tokens at every position; `row_ratio`: the
-        mean log-ratio of the whole row, `row_value`: the loss's own `of_row`; these two cost a forward pass without
-        gradients.
+        `ranked`: its probabilities alone, whosever they are (`text`, which some teachers provide, is no score: a stream
+        takes it, and no loss can need it); `reference`: the same of a second teacher; `advantage`: rewards;
+        `sampler_logp`: the probability under which the token was drawn, exactly; `sampler_top`: the same of the
+        likeliest tokens at every position; `row_ratio`: the mean log-ratio of the whole row, `row_value`: the loss's
+        own `of_row`; these two cost a forward pass without gradients.
         """
         ...
 
@@ -46,7 +48,9 @@ class AnalyticLoss(Loss, Protocol):
     """A loss that also knows its gradient, which saves the autograd pass over the block."""
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
-        """Values [n] and gradient with respect to the student's logits [n, V]."""
+        """Values [n] and gradient with respect to the student's logits [n, V], a fresh tensor that the caller may
+        overwrite.
+        """
         ...
 
 
@@ -65,6 +69,15 @@ class ClippedLoss(Loss, Protocol):
 
     def clipped(self, chunk: TokenChunk) -> Tensor:
         """Whether each token is cut [n]."""
+        ...
+
+
+@runtime_checkable
+class TokenLoss(Loss, Protocol):
+    """A loss of the sampled token's log-probability alone that knows its slope, which saves an autograd pass."""
+
+    def value_and_slope(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
+        """Values [n] and their derivative [n] in the same token's `token_logp`."""
         ...
 
 

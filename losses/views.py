@@ -14,8 +14,9 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from opd.distributions import Distribution, likeliest
 from opd.losses.protocol import AnalyticLoss, ByGradient, Need, needs
-from opd.records import Distribution, TokenChunk
+from opd.records import TokenChunk
 from opd.schedules import Scheduled, at
 
 TINY = 1e-30  # a bucket's probability is never below it, so that its logarithm exists
@@ -210,8 +211,8 @@ def support_ids(chunk: TokenChunk, k: int, of: Support) -> tuple[Tensor, Tensor]
     if of == "teacher" and chunk.teacher_top is not None:
         best = chunk.teacher_top.logp.topk(min(k, chunk.teacher_top.logp.shape[1]), -1)
         return chunk.teacher_top.ids.gather(-1, best.indices), best.values > -torch.inf
-    student = chunk.student_logp.topk(k, -1).indices if of != "teacher" else None
-    teacher = chunk.teacher_logp.topk(k, -1).indices if of != "student" else None
+    student = likeliest(chunk.student_logp, k) if of != "teacher" else None
+    teacher = likeliest(chunk.teacher_logp, k) if of != "student" else None
     if student is None or teacher is None:
         ids = teacher if student is None else student
         assert ids is not None, "one of the two was computed"
@@ -244,7 +245,12 @@ def rest_of(p: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
 def _between(chunk: TokenChunk, student_logp: Tensor, teacher_logp: Tensor) -> TokenChunk:
     """The chunk with other distributions in place of the full ones; what spoke of the full vocabulary is gone."""
     return replace(
-        chunk, student=Distribution(student_logp), teacher=Distribution(teacher_logp), reference=None, stop_ids=()
+        chunk,
+        student=Distribution(student_logp),
+        teacher=Distribution(teacher_logp),
+        reference=None,
+        stop_ids=(),
+        pool=None,
     )
 
 

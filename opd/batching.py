@@ -197,12 +197,21 @@ def _payload(rows: Sequence[Row], name: str) -> TeacherPayload:
     if isinstance(like, FullVocab):
         width = like.hidden.shape[1]
         states = [s.hidden[t] if isinstance(s, FullVocab) else like.hidden.new_zeros(len(t), width) for t, s in given]
-        return TeacherPayload(torch.cat(states), torch.cat(present))
+        return TeacherPayload(torch.cat(states), torch.cat(present), places=_places(given))
     some = [(t, scores if isinstance(scores, SomeTokens) else None) for t, scores in given]
     logp = [torch.zeros(len(t)) if scores is None else scores.token_logp[t] for t, scores in some]
     top = _joined([len(t) for t, _ in some], [scores and scores.top and scores.top.at(t) for t, scores in some])
     there = torch.cat(present)
     return TeacherPayload(None, there, torch.where(there, torch.cat(logp), 0.0), top)
+
+
+def _places(given: Sequence[tuple[list[int], TeacherScores | None]]) -> Tensor | None:
+    """Where a teacher with other tokens stands, of all rows [N]; None of one with the student's."""
+    placed = [scores.places if isinstance(scores, FullVocab) else None for _, scores in given]
+    if all(places is None for places in placed):
+        return None
+    none = (torch.zeros(len(trainable), dtype=torch.long) for trainable, _ in given)
+    return torch.cat([n if p is None else p[t].cpu() for n, p, (t, _) in zip(none, placed, given, strict=True)])
 
 
 def _present(scores: TeacherScores | None, trainable: list[int]) -> Tensor:

@@ -12,11 +12,14 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from opd.api_plan import API_RULES, keyless
 from opd.config import ConfigError, TrainConfig, nearest
 from opd.credit import GDPO
 from opd.metric_checks import METRIC_RULES
+from opd.rewards import LearnsFromPairs
+from opd.self_checks import SELF_RULES
 from opd.students import HFStudent
-from opd.teachers import LocalTeacher, Teacher
+from opd.teachers import CrossTokenizerTeacher, LocalTeacher, OwnTokens, SpanTeacher, Teacher
 from opd.term_checks import TERM_RULES, kind, of_samples
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
@@ -25,17 +28,36 @@ HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
 def check_models(config: TrainConfig) -> None:
     """Raises ConfigError for every model whose folder or hub name cannot give a tokenizer, a config and weights."""
     owners: dict[str, HFStudent | Teacher] = {"student": config.student}
-    used = {name for term in config.loss.values() for name in term.teachers}
-    owners |= {f"teacher.{name}": teacher for name, teacher in config.teacher.items() if name in used}
+    for name, teacher in used_teachers(config).items():
+        if isinstance(teacher, CrossTokenizerTeacher | SpanTeacher):
+            owners[f"teacher.{name}.inner"] = teacher.inner
+        elif gives_more(teacher):
+            owners[f"teacher.{name}"] = teacher
     problems = [problem for key, owner in owners.items() for problem in _unreadable(key, owner, config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
+def used_teachers(config: TrainConfig) -> dict[str, Teacher]:
+    """Those that a term, a stream or a reward names."""
+    named = {name for term in config.loss.values() for name in term.teachers}
+    named |= {stream.teacher for stream in config.data.streams.values()}
+    named |= {t.function.teacher for t in config.reward.values() if isinstance(t.function, LearnsFromPairs)}
+    return {name: teacher for name, teacher in config.teacher.items() if name in named}
+
+
+def gives_more(teacher: Teacher) -> bool:
+    """Whether it gives more than text, and so has a tokenizer that must be the student's."""
+    return teacher.provides != {"text"}
+
+
 def notes(config: TrainConfig) -> list[str]:
     """What is odd, but may be meant."""
-    used = {name for term in config.loss.values() for name in term.teachers}
-    return [f"teacher.{name}: no loss term uses it, so it is not loaded" for name in config.teacher if name not in used]
+    idle = [name for name in config.teacher if name not in used_teachers(config)]
+    return [
+        *(f"teacher.{name}: no loss term uses it, nor a stream, so it is not loaded" for name in idle),
+        *keyless(config),
+    ]
 
 
 def _unreadable(key: str, owner: HFStudent | Teacher, config: TrainConfig) -> Iterator[str]:
@@ -77,8 +99,8 @@ def _lacking(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError with every refusal found, one per line."""
     rules: list[Callable[[TrainConfig], Iterator[str]]] = [
-        *TERM_RULES, _credit_fits, _refills_fit, _credit_knows_its_rewards, _sampling_fits, *METRIC_RULES,
-        _adapter_fits, _optimizer_fits, _sizes_fit, _run_dir_fits,
+        *TERM_RULES, _credit_fits, _refills_fit, _credit_knows_its_rewards, _sampling_fits, *METRIC_RULES, *SELF_RULES,
+        *API_RULES,        _adapter_fits, _optimizer_fits, _sizes_fit, _run_dir_fits,
     ]  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems = problems or list(_vocabularies_match(config, tokenizer))
@@ -139,8 +161,8 @@ def _sampling_fits(config: TrainConfig) -> Iterator[str]:
                 continue
             if of_samples(term):
                 yield (
-                    f"data.streams.{stream_name}.answers=given: loss.{name} ({kind(term)}) needs the probability under "
-                    f"which a token was sampled, and nobody sampled these; list other terms in "
+                    f"data.streams.{stream_name}.answers={stream.answers}: loss.{name} ({kind(term)}) needs the "
+                    f"probability under which a token was sampled, and nobody sampled these; list other terms in "
                     f"data.streams.{stream_name}.terms"
                 )
     if params.temperature == 0.0:
@@ -225,14 +247,16 @@ def _run_dir_fits(config: TrainConfig) -> Iterator[str]:
 def _vocabularies_match(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Compares id -> token, not sizes: two vocabularies of one size can be permuted."""
     mine = {index: token for token, index in tokenizer.get_vocab().items()}
-    used = {name for term in config.loss.values() for name in term.teachers}
-    for name in sorted(name for name in used if name in config.teacher):
-        theirs = {index: token for token, index in config.teacher[name].tokenizer().get_vocab().items()}
+    for name, teacher in sorted(used_teachers(config).items()):
+        if not gives_more(teacher) or isinstance(teacher, OwnTokens):
+            continue
+        theirs = {index: token for token, index in teacher.tokenizer().get_vocab().items()}
         differing = sorted(index for index in mine.keys() & theirs.keys() if mine[index] != theirs[index])
         if differing or len(mine.keys() & theirs.keys()) < min(len(mine), len(theirs)):
             index = differing[0] if differing else min(mine.keys() ^ theirs.keys())
             yield (
                 f"teacher.{name}: its vocabulary is not the student's ({len(differing)} ids differ; id {index} is "
                 f"{mine.get(index)!r} for the student and {theirs.get(index)!r} for the teacher): losses and "
-                "weighers compare by id; use a teacher with the student's tokenizer"
+                f"weighers compare by id; use a teacher with the student's tokenizer, or teacher@teacher.{name}="
+                "cross_tokenizer, which lays one tokenizer over the other (opd.teachers.CrossTokenizerTeacher)"
             )

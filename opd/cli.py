@@ -1,4 +1,4 @@
-"""The command `opd`: train, check, eval, export, report, serve-teacher."""
+"""The command `opd`: train, check, eval, export, report, serve-teacher, doctor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -30,6 +31,7 @@ USAGE = """usage: opd COMMAND ...
   opd export RUN out=DIR [which=best] [adapter=true]   the trained student as a Hugging Face folder
   opd report RUN [OTHER ...]                 curves and tables of a run, beside others if named
   opd serve-teacher model=... [port=8100] [gives=hidden|logprobs] ...   a vLLM server with the flags that teachers need
+  opd doctor [experiment=NAME key=value ...] [--imports] [--no-student]   this machine, and the run's teachers tested
 """
 
 
@@ -42,6 +44,7 @@ def main() -> None:
         "export": _export,
         "report": _report,
         "serve-teacher": _serve_teacher,
+        "doctor": _doctor,
     }
     arguments = sys.argv[1:]
     if not arguments or arguments[0] not in commands:
@@ -52,7 +55,7 @@ def main() -> None:
     sys.exit(commands[arguments[0]](arguments[1:]))
 
 
-def _composed(command: str, argv: list[str]) -> int:
+def _composed(command: str, argv: list[str], ours: frozenset[str] = frozenset()) -> int:
     """Lets Hydra compose the configuration, then runs the command on it."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving with 1
@@ -65,7 +68,7 @@ def _composed(command: str, argv: list[str]) -> int:
         nonlocal result, is_composed
         is_composed = True
         multirun = HydraConfig.get().mode == RunMode.MULTIRUN
-        result = max(result, _sweep_job(command, argv) if multirun else _on_config(command, cfg))
+        result = max(result, _sweep_job(command, argv) if multirun else _on_config(command, cfg, ours))
 
     try:
         hydra.main(version_base="1.3", config_path="pkg://opd.conf", config_name="train")(task)()
@@ -78,9 +81,13 @@ def _composed(command: str, argv: list[str]) -> int:
     return result
 
 
-def _on_config(command: str, cfg: DictConfig) -> int:
+def _on_config(command: str, cfg: DictConfig, ours: frozenset[str]) -> int:
     from opd.commands import check_config, eval_config, train_config  # torch and transformers load here
 
+    if command == "doctor":
+        from opd.doctor import doctor_of_config
+
+        return doctor_of_config(cfg, imports="--imports" in ours, as_student="--no-student" not in ours)
     action = {"train": train_config, "check": check_config, "eval": eval_config}[command]
     return action(cfg)
 
@@ -99,6 +106,18 @@ def _settings(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     return [argument for argument in argv if "=" not in argument], pairs
 
 
+def _keys(arguments: list[str]) -> DictConfig:
+    """What key=value arguments say.
+
+    Raises:
+        ValueError: a value is no YAML.
+    """
+    try:
+        return OmegaConf.from_dotlist(arguments)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{shlex.join(arguments)}: {str(error).splitlines()[0]}") from error
+
+
 def _eval(argv: list[str]) -> int:
     folders = [argument for argument in argv if "=" not in argument and not argument.startswith(("-", "~"))]
     if not folders:
@@ -113,7 +132,10 @@ def _eval(argv: list[str]) -> int:
         return refuse(f"usage: opd eval RUN key=value ...; not understood: {shlex.join(unread)}")
     from opd.commands import eval_config
 
-    cfg = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist(settings))
+    try:
+        cfg = OmegaConf.merge(OmegaConf.load(saved), _keys(settings))
+    except ValueError as error:
+        return refuse(str(error))
     assert isinstance(cfg, DictConfig), "a run's configuration is a mapping"
     cfg.run_dir = folders[0]
     return eval_config(cfg)
@@ -142,13 +164,23 @@ def _serve_teacher(argv: list[str]) -> int:
     from opd.serve import ServeConfig, serve_teacher
 
     try:
-        serve_teacher(build(dict(OmegaConf.from_dotlist(argv)), ServeConfig))
+        serve_teacher(build({str(key): value for key, value in _keys(argv).items()}, ServeConfig))
     except (OmegaConfBaseException, ValueError) as error:
         return refuse(
             f"{error}\nusage: opd serve-teacher model=... [port=8100] [host=127.0.0.1] [gives=hidden|logprobs] "
             "[dtype=auto] [max_len=N] [max_logprobs=128] [args=[--flag,value]]"
         )
     return DONE
+
+
+def _doctor(argv: list[str]) -> int:
+    ours = frozenset(argv) & {"--imports", "--no-student"}
+    rest = [argument for argument in argv if argument not in ours]
+    if rest:
+        return _composed("doctor", rest, ours)
+    from opd.doctor import doctor
+
+    return doctor(imports="--imports" in ours)
 
 
 def _report(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from opd.metrics import Outcomes, statistics_metrics
 from opd.objective import Objective
 from opd.prompts import Prompts
 from opd.records import Credit, Mean, Prompt, Reward, Rollout, TeacherScores
+from opd.remote import on_all_ranks
 from opd.rewards import RewardStage
 from opd.rows import Row
 from opd.scoring import TeacherStage
@@ -71,8 +72,8 @@ class Evaluator:
         prompts = self.share()
         drawn = sampler.sample(prompts, self.config.sampling(sampler.params), EVAL_SEED) if prompts else []
         rollouts = inside_vocabulary(drawn, self.vocab_size)
-        rewards = self.rewards.score(rollouts)
-        metrics = self.accuracy(rewards) | self._divergence(rollouts)
+        rewards = on_all_ranks(lambda: self.rewards.score(rollouts))
+        metrics = self.accuracy(rewards) | self._divergence(rollouts, rewards)
         metrics["eval/length"] = Mean(float(sum(len(r.token_ids) for r in rollouts)), float(len(rollouts)))
         metrics["eval/truncated"] = Mean(float(sum(r.finish == "length" for r in rollouts)), float(len(rollouts)))
         return ranks.merged(metrics), list(zip(rollouts, rewards, strict=True))
@@ -101,13 +102,13 @@ class Evaluator:
         if not answering or not self.has_problems:
             return None
         rollouts = answering[0].sample(prompts, self.config.sampling(params), EVAL_SEED) if prompts else []
-        return ranks.merged(self.accuracy(self.rewards.score(rollouts)))["eval/accuracy"].value
+        return ranks.merged(self.accuracy(on_all_ranks(lambda: self.rewards.score(rollouts))))["eval/accuracy"].value
 
-    def _divergence(self, rollouts: Sequence[Rollout]) -> dict[str, Mean]:
+    def _divergence(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> dict[str, Mean]:
         """`eval/kl` per token (the first teacher's) and `eval/<teacher>/...`."""
         if not self.teachers.teachers:
             return {}
-        outcomes = self.measure(rollouts, self.teachers.score_all(rollouts))
+        outcomes = self.measure(rollouts, self.teachers.score_all(rollouts, rewards))
         found = statistics_metrics(outcomes)
         metrics = {
             name.replace("teacher/", "eval/", 1): mean for name, mean in found.items() if name.startswith("teacher/")

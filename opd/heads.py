@@ -11,6 +11,9 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from opd.distributions import LogitMap
+from opd.shared_vocabulary import InStudentIds, Translation
+
 
 @dataclass(frozen=True)
 class Head:
@@ -27,6 +30,7 @@ class Head:
     down: Tensor | None = None  # [r, H], the adapter's A
     up: Tensor | None = None  # [V', r], the adapter's B
     gain: float = 1.0  # of the adapter
+    onto: Translation | None = None  # of a teacher with other tokens: how its ids become the student's
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -37,18 +41,42 @@ class Head:
         """The adapter's inner states gain * hidden @ down.T [N, r]; None without an adapter."""
         return None if self.down is None else self.gain * torch.nn.functional.linear(hidden, self.down)
 
-    def raw_logits(self, hidden: Tensor, low: Tensor | None) -> Tensor:
-        """Logits [c, V] in fp32 before the soft cap, of hidden states [c, H] and `low(hidden)`."""
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """In which raw logits and their gradient are held: bfloat16 or fp64 where the head is, else fp32."""
+        own = {tensor.dtype for tensor in (self.weight, self.up) if tensor is not None}
+        return own.pop() if own in ({torch.bfloat16}, {torch.float64}) else torch.float32
+
+    def raw_logits(self, hidden: Tensor, low: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Logits [c, V] before scale and soft cap, in `logits_dtype`, of hidden states [c, H] and `low(hidden)`.
+
+        `out` [c, V] takes them, where gradients are off.
+        """
         weight, bias = self.cut()
-        raw = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
-        if low is not None and self.up is not None:
-            raw += torch.nn.functional.linear(low, self.up[: self.vocab_size])
-        return raw if self.scale == 1.0 else raw.mul_(self.scale)
+        hidden = hidden.to(weight.dtype)
+        if weight.dtype != self.logits_dtype:
+            raw = torch.nn.functional.linear(hidden, weight, bias).to(self.logits_dtype)
+        else:
+            raw = torch.mm(hidden, weight.T, out=out) if bias is None else torch.addmm(bias, hidden, weight.T, out=out)
+        if low is None or self.up is None:
+            return raw
+        return raw.addmm_(low.to(raw.dtype), self.up[: self.vocab_size].to(raw.dtype).T)
+
+    @property
+    def onward(self) -> LogitMap:
+        """From raw logits to logits."""
+        return LogitMap(self.scale, self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [c, V] in fp32 of hidden states [c, H]."""
-        raw = self.raw_logits(hidden, self.low(hidden))
-        return raw if self.softcap is None else raw.div_(self.softcap).tanh_().mul_(self.softcap)
+        logits = self.raw_logits(hidden, self.low(hidden)).float()
+        self.onward(logits)
+        return logits
+
+    def in_student_ids(self, hidden: Tensor, places: Tensor | None) -> InStudentIds:
+        """A teacher's logits of hidden states [c, H], in the student's ids; `places` [c] as in `FullVocab`."""
+        logits = self.logits(hidden)
+        return InStudentIds(logits) if self.onto is None else self.onto(logits, places)
 
     def cut(self) -> tuple[Tensor, Tensor | None]:
         """Weight [V, H] and bias [V] of the real vocabulary: padding rows are cut before any softmax sees them."""
@@ -59,7 +87,9 @@ class Head:
         return replace(self, **{n: t.to(device) for n, t in vars(self).items() if isinstance(t, Tensor)})
 
     def narrowed(self, vocab_size: int) -> Head:
-        """The same head over the first `vocab_size` ids."""
+        """The same head over the first `vocab_size` ids, of the student where it has others."""
+        if self.onto is not None:
+            return replace(self, onto=self.onto.narrowed(vocab_size))
         return replace(self, vocab_size=vocab_size)
 
 

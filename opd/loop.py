@@ -14,7 +14,7 @@ def train(run: Run) -> None:
             rewards = run.answers.judge(rollouts)
             rollouts, rewards = run.answers.refill(step, run.step_seed(step), rollouts, rewards)
         with run.stage("score"):
-            scores = run.teachers.score(rollouts)
+            scores = run.teachers.score(rollouts, rewards)
         credits = run.credits(rollouts, rewards)
         batch = run.batch(run.rows(rollouts, rewards, scores, credits))
         findings = run.diagnose(step, batch)
@@ -22,4 +22,5 @@ def train(run: Run) -> None:
             update = run.engine.update(batch, run.objective(step), run.teacher_heads)
         with run.stage("sync"):
             run.sampler.sync(run.engine.weights(), version=step + 1)
+            run.teachers.follow(run.engine.weights, step + 1)
         run.finish_step(step + 1, rollouts, rewards, {**findings, **update})

@@ -14,8 +14,8 @@ from opd.schedules import Constant, SwitchOnPlateau, Watching
 
 EVALS = {"eval/accuracy", "eval/kl", "eval/length", "eval/truncated"}
 METRIC_FAMILIES = {
-    "diagnostics", "grad_norm", "loss", "lr", "mismatch", "reward", "rollout", "student", "teacher", "time", "update",
-    "weight",
+    "answers", "cost", "diagnostics", "grad_norm", "loss", "lr", "mismatch", "reward", "rollout", "student", "teacher",
+    "time", "update", "weight",
 }  # fmt: skip
 
 

@@ -9,20 +9,22 @@ never exists.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from opd.distributions import Distribution, Pool, wide
 from opd.heads import Head
-from opd.losses import AnalyticLoss, ClippedLoss
-from opd.records import Distribution, MicroBatch, Scores, TokenChunk
+from opd.records import MicroBatch, Scores, TeacherPayload, TokenChunk
+from opd.shared_vocabulary import LOGP_MIN, InStudentIds, of_token
+from opd.term_gradients import Block, Share, Sum, Way, add_term
 from opd.terms import Term
-from opd.token_statistics import token_statistics
+from opd.token_statistics import TokenStatistics
 
-LOGP_MIN = -1e4  # nats; stands for -inf in a teacher's scores, so that products with zero stay zero
 BLOCK_ELEMENTS = 2**17  # rows * V of a block on a CPU: half a MiB in fp32, so that its few tensors stay in the cache
+SLICE_ELEMENTS = 2**19  # of a slice of the head whose gradient is added at once
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,14 @@ class _Streamed(torch.autograd.Function):
         ctx: Any, run: _Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None
     ) -> Tensor:
         loss, grads = run(hidden, low, [bool(needed) for needed in ctx.needs_input_grad[1:]])
-        ctx.save_for_backward(*grads)
+        ctx.grads = grads
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grad_outputs[0]
-        return None, *(None if grad is None else grad * scale for grad in ctx.saved_tensors)
+        grads, ctx.grads = ctx.grads, None  # given away, so that no second copy is made
+        assert grads is not None, "the streamed loss goes backward once"
+        return None, *(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads)
 
 
 class _Pass:
@@ -86,8 +89,12 @@ class _Pass:
     def __init__(self, head: Head, batch: MicroBatch, teacher_heads: Mapping[str, Head], objective: Objective) -> None:
         self.head, self.batch, self.teacher_heads, self.objective = head, batch, teacher_heads, objective
         self.num_tokens = len(batch.tokens.token_ids)
+        self.buffers: dict[str, Tensor] = {}
+        self.pool = Pool()
         self.values: dict[str, Tensor] = {}
         self.statistics: dict[str, Tensor] = {}
+        self.ways = {term.name: Way.of(term.loss) for term in objective.terms}
+        self.complete = {name: bool(payload.present.all()) for name, payload in batch.teachers.items()}
 
     def __call__(
         self, hidden: Tensor, low: Tensor | None, needed: Sequence[bool]
@@ -102,67 +109,106 @@ class _Pass:
             torch.zeros_like(states) if need and states is not None else None
             for states, need in ((hidden, needed[0]), (low, needed[3]))
         )
+        one_chunk = self.num_tokens <= self.objective.chunk_tokens  # then there is no sum to lose digits in
         by_weight, by_bias, by_up = (
-            torch.zeros(tensor.shape, device=tensor.device) if need and tensor is not None else None
+            torch.zeros_like(tensor, dtype=tensor.dtype if one_chunk else wide(tensor.dtype))
+            if need and tensor is not None
+            else None
             for tensor, need in ((head.weight, needed[1]), (head.bias, needed[2]), (head.up, needed[4]))
         )
         loss = torch.zeros((), device=hidden.device)
         for start in range(0, self.num_tokens, self.objective.chunk_tokens):
             rows = slice(start, min(start + self.objective.chunk_tokens, self.num_tokens))
-            logits = head.raw_logits(hidden[rows], None if low is None else low[rows])
+            logits = self._logits("student", head, hidden[rows], None if low is None else low[rows])
             loss += self._chunk(logits, rows)  # leaves the gradient in `logits`
             if by_hidden is not None:
                 by_hidden[rows] = logits.to(weight.dtype) @ weight
             if by_weight is not None:
-                by_weight[: len(weight)].addmm_(logits.T, hidden[rows].float())
+                _add_product(by_weight[: len(weight)], logits, hidden[rows])
             if by_bias is not None:
-                by_bias[: len(weight)] += logits.sum(0)
+                by_bias[: len(weight)] += logits.sum(0, dtype=by_bias.dtype)
             if by_low is not None and up is not None:
                 by_low[rows] = logits.to(up.dtype) @ up
             if by_up is not None and low is not None:
-                by_up[: len(weight)].addmm_(logits.T, low[rows].float())
+                _add_product(by_up[: len(weight)], logits, low[rows])
         own = [(by_weight, head.weight), (by_bias, head.bias), (by_up, head.up)]
         rounded = [None if g is None or tensor is None else g.to(tensor.dtype) for g, tensor in own]
         return loss, [by_hidden, *rounded[:2], by_low, rounded[2]]
 
+    def _logits(self, whose: str, head: Head, hidden: Tensor, low: Tensor | None) -> Tensor:
+        """Raw logits [c, V] in a buffer that every chunk uses again: fresh memory costs as much as a product."""
+        if whose not in self.buffers:
+            shape = min(self.objective.chunk_tokens, self.num_tokens), len(head.cut()[0])
+            self.buffers[whose] = torch.empty(shape, dtype=head.logits_dtype, device=hidden.device)
+        return head.raw_logits(hidden, low, out=self.buffers[whose][: len(hidden)])
+
     def _chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """The chunk's loss; replaces raw logits [c, V] by the loss's gradient in head(hidden) before scale and cap."""
-        head, loss = self.head, torch.zeros((), device=logits.device)
-        teacher_logits = {  # heads are asked for only where a row needs one: they may have to be loaded
-            name: None if payload.hidden is None else self.teacher_heads[name].logits(payload.hidden[rows])
+        """The chunk's loss; replaces raw logits [c, V] by the loss's gradient in them."""
+        given = {  # heads are asked for only where a row needs one: they may have to be loaded
+            name: self._given(name, payload, rows)
             for name, payload in self.batch.teachers.items()
             if bool(payload.present[rows].any())
         }
-        terms = [term for term in self.objective.terms if bool(self.batch.term_weights[term.name][rows].any())]
+        shares = [self._share(term, rows) for term in self.objective.terms]
+        shares = [share for share in shares if bool(share.active.any())]
+        noted = TokenStatistics(rows.start, logits.shape[1])
         step = len(logits) if logits.is_cuda else max(1, BLOCK_ELEMENTS // logits.shape[1])
         for start in range(0, len(logits), step):
-            inside = slice(start, start + step)
-            block = slice(rows.start + start, min(rows.start + start + step, rows.stop))
-            z = logits[inside]
-            cap_slope = None
-            if head.softcap is not None:
-                z.div_(head.softcap).tanh_()
-                cap_slope = 1.0 - z.square()
-                z.mul_(head.softcap)
-            theirs = {name: None if logits is None else logits[inside] for name, logits in teacher_logits.items()}
-            loss += self._block(z, theirs, terms, block)
-            if cap_slope is not None:
-                z.mul_(cap_slope)
-            if head.scale != 1.0:
-                z.mul_(head.scale)
+            inside = slice(start, min(start + step, len(logits)))
+            theirs = {name: None if scores is None else scores.at(inside) for name, scores in given.items()}
+            self._block(logits[inside], theirs, shares, inside, rows.start, noted)
+        present = {name: self.batch.teachers[name].present[rows] for name in given}
+        for name, value in noted.finished(self.batch.tokens.sampler_logp[rows], present).items():
+            self._put(self.statistics, name, rows, value)
+        loss = torch.zeros((), device=logits.device)
+        for share in shares:
+            own, values, clipped = share.closed()
+            loss += own
+            self._put(self.values, share.term.name, rows, values)
+            if clipped is not None:
+                self._put(self.statistics, f"mismatch/clip_fraction/{share.term.name}", rows, clipped)
         return loss
 
+    def _share(self, term: Term, rows: slice) -> Share:
+        weight = self.batch.term_weights[term.name][rows]
+        row_values = self.batch.tokens.row_values.get(term.name)
+        active = weight != 0
+        coefficient = weight * self.objective.weights[term.name]
+        row_value = None if row_values is None else row_values[rows]
+        return Share(term, self.ways[term.name], active, bool(active.all()), coefficient, row_value)
+
+    def _given(self, name: str, payload: TeacherPayload, rows: slice) -> InStudentIds | None:
+        """The teacher's logits of the rows, raw where its ids are the student's; None: it gives some tokens only."""
+        if payload.hidden is None:
+            return None
+        head, states = self.teacher_heads[name], payload.hidden[rows]
+        if head.onto is None:
+            raw = self._logits(f"teacher {name}", head, states, head.low(states))
+            return InStudentIds(raw, onward=head.onward)
+        return head.in_student_ids(states, None if payload.places is None else payload.places[rows])
+
     def _block(
-        self, z: Tensor, teacher_logits: Mapping[str, Tensor | None], terms: Sequence[Term], block: slice
-    ) -> Tensor:
-        """The loss of a block under `terms`; replaces logits `z` [n, V] by the loss's gradient in them."""
+        self,
+        raw: Tensor,
+        given: Mapping[str, InStudentIds | None],
+        shares: Sequence[Share],
+        inside: slice,
+        chunk_start: int,
+        noted: TokenStatistics,
+    ) -> None:
+        """Replaces raw logits [n, V] by the loss's gradient in them; notes values and statistics."""
         fields, temperature = self.batch.tokens, self.objective.temperature
+        block = slice(chunk_start + inside.start, chunk_start + inside.stop)
         token_ids = fields.token_ids[block]
-        student = Distribution.of_logits(z)
-        sampling = student if temperature == 1.0 else Distribution.of_logits(z / temperature)
+        self.pool.take_all_back()
+        z = self._widened(raw)
+        slope = self.head.onward(z)
+        heated = None if temperature == 1.0 else Distribution.of_logits(z / temperature)
+        student = Distribution.of_logits(z, out=self.pool.take(z))
+        sampling = student if heated is None else heated
         chunk = TokenChunk(
             student=student,
-            token_logp=_of_token(sampling, token_ids),
+            token_logp=of_token(sampling, token_ids),
             token_ids=token_ids,
             sampler_logp=fields.sampler_logp[block],
             advantages=fields.advantages[block],
@@ -170,105 +216,55 @@ class _Pass:
             sampler_top=None if fields.sampler_top is None else fields.sampler_top.at(block),
             stop_ids=self.objective.stop_ids,
             progress=self.objective.progress,
+            pool=self.pool,
         )
-        teachers = {name: self._scores(name, logits, block) for name, logits in teacher_logits.items()}
-        present = {name: self.batch.teachers[name].present[block] for name in teachers}
-        for name, value in token_statistics(chunk, teachers, present).items():
-            self._put(self.statistics, name, block, value)
-        loss = z.new_zeros(())
-        token_grad = z.new_zeros(len(z))  # d loss / d token_logp
-        z.zero_()
-        for term in terms:
-            weight = self.batch.term_weights[term.name][block]
-            row_values = fields.row_values.get(term.name)
-            seen = _under(chunk, teachers, term, None if row_values is None else row_values[block])
-            factor = 1.0 if term.correction is None else term.correction(seen)
-            active = weight != 0  # elsewhere a factor may be NaN: a given answer has no sampler's probability
-            coefficient = torch.where(active, weight * self.objective.weights[term.name] * factor, 0.0)
-            value = _add_gradient(term, seen, coefficient, z, token_grad)
-            loss += torch.where(active, coefficient * value, 0.0).sum()
-            self._put(self.values, term.name, block, torch.where(active, factor * value, torch.nan))
-            if isinstance(term.loss, ClippedLoss):
-                clipped = torch.where(active, term.loss.clipped(seen).to(z.dtype), torch.nan)
-                self._put(self.statistics, f"mismatch/clip_fraction/{term.name}", block, clipped)
-        if bool(token_grad.any()):
-            _add_token_gradient(z, token_grad / temperature, sampling.p, token_ids)
-        return loss
+        teachers = {name: self._scores(name, scores, student, block) for name, scores in given.items()}
+        noted.add(chunk, teachers, block.start)
+        work = Block(chunk, teachers, sampling, temperature, inside, Sum(), Sum())
+        for share in shares:
+            add_term(share, work)
+        grad = work.close()
+        if grad is None:
+            raw.zero_()
+            return
+        if slope is not None:
+            grad.mul_(slope)
+        elif self.head.scale != 1.0:
+            grad.mul_(self.head.scale)
+        raw.copy_(grad)
 
-    def _scores(self, name: str, logits: Tensor | None, block: slice) -> Scores:
+    def _widened(self, raw: Tensor) -> Tensor:
+        """Raw logits [n, V] in fp32, themselves where they are that wide."""
+        return raw if raw.dtype == wide(raw.dtype) else self.pool.take(raw).copy_(raw)
+
+    def _scores(self, name: str, given: InStudentIds | None, student: Distribution, block: slice) -> Scores:
         """The teacher's scores; uniform where they are missing (the term's weight is zero there)."""
         payload = self.batch.teachers[name]
-        if logits is None:
+        if given is None:
             assert payload.token_logp is not None, "a teacher gives hidden states or log-probabilities"
             return Scores(payload.token_logp[block], top=None if payload.top is None else payload.top.at(block))
-        present = payload.present[block]
-        if not bool(present.all()):
-            logits = logits.masked_fill(~present[:, None], 0.0)
-        full = Distribution.of_logits(logits, floor=LOGP_MIN)
-        return Scores(_of_token(full, self.batch.tokens.token_ids[block]), full)
+        logits = self._widened(given.beside(student))
+        if given.onward is not None:
+            given.onward(logits)
+        if not self.complete[name]:
+            logits.masked_fill_(~payload.present[block][:, None], 0.0)
+        full = Distribution.of_logits(logits, LOGP_MIN, self.pool.take(logits))
+        token_logp = of_token(full, self.batch.tokens.token_ids[block])
+        return Scores(token_logp, full, None, given.support, given.mass, given.restricts)
 
-    def _put(self, store: dict[str, Tensor], name: str, block: slice, value: Tensor) -> None:
+    def _put(self, store: dict[str, Tensor], name: str, rows: slice, value: Tensor) -> None:
         if name not in store:
             store[name] = torch.full((self.num_tokens,), torch.nan, device=value.device)
-        store[name][block] = value
+        store[name][rows] = value
 
 
-def _of_token(distribution: Distribution, token_ids: Tensor) -> Tensor:
-    return distribution.logp.gather(-1, token_ids[:, None])[:, 0]
-
-
-def _under(chunk: TokenChunk, teachers: Mapping[str, Scores], term: Term, row_value: Tensor | None) -> TokenChunk:
-    """The chunk as the term sees it: with its teacher's and its reference's scores and its rows' values."""
-    teacher = None if term.teacher is None else teachers[term.teacher]
-    reference = None if term.reference is None else teachers[term.reference]
-    return replace(
-        chunk,
-        row_value=row_value,
-        teacher=teacher and teacher.full,
-        teacher_token_logp=teacher and teacher.token_logp,
-        teacher_top=teacher and teacher.top,
-        reference=reference and reference.full,
-        reference_token_logp=reference and reference.token_logp,
-    )
-
-
-def _add_gradient(term: Term, chunk: TokenChunk, coefficient: Tensor, grad: Tensor, token_grad: Tensor) -> Tensor:
-    """The term's values [n]; adds coefficient * gradient to the logits' gradient [n, V] or the sampled tokens' [n]."""
-    active = coefficient != 0
-    if isinstance(term.loss, AnalyticLoss):
-        value, logit_grad = term.loss.value_and_grad(chunk)
-        grad.addcmul_(_only(active, logit_grad), coefficient[:, None])
-        return value
-    with torch.enable_grad():
-        leaves = (chunk.student_logp.detach().requires_grad_(), chunk.token_logp.detach().requires_grad_())
-        value = term.loss(replace(chunk, student=Distribution(leaves[0]), token_logp=leaves[1]))
-        _check_values(term, value, len(coefficient))
-        total = (value * coefficient).sum()
-        by_logp, by_token = (
-            torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else (None, None)
-        )
-    if by_logp is not None:
-        by_logp = _only(active, by_logp)
-        grad.add_(by_logp).addcmul_(chunk.student_p, by_logp.sum(-1, keepdim=True), value=-1.0)
-    if by_token is not None:
-        token_grad += _only(active, by_token)
-    return value.detach()
-
-
-def _only(active: Tensor, grad: Tensor) -> Tensor:
-    """The gradient [n, ...], zero in rows that the term does not weigh: a formula may be infinite there."""
-    return grad if bool(active.all()) else grad.masked_fill(~active.view(-1, *[1] * (grad.ndim - 1)), 0.0)
-
-
-def _add_token_gradient(grad: Tensor, token_grad: Tensor, p: Tensor, token_ids: Tensor) -> None:
-    """Adds token_grad * (onehot - p): the gradient of the sampled tokens' log-probabilities."""
-    grad.addcmul_(p, token_grad[:, None], value=-1.0)
-    grad.scatter_add_(-1, token_ids[:, None], token_grad[:, None])
-
-
-def _check_values(term: Term, value: Tensor, num_tokens: int) -> None:
-    if value.shape != (num_tokens,):
-        raise ValueError(
-            f"loss.{term.name} ({type(term.loss).__name__}) returned shape {tuple(value.shape)} for a block of "
-            f"{num_tokens} tokens: a loss must return one value per token, shape ({num_tokens},)"
-        )
+def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
+    """total [V, h] += grad.T @ states, in fp32. Products in 16 bits are added in slices, which stay in the cache."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.T, states.to(grad.dtype))
+        return
+    states = states.to(grad.dtype)
+    step = len(total) if total.is_cuda else max(1, SLICE_ELEMENTS // states.shape[1])
+    for start in range(0, len(total), step):
+        part = slice(start, start + step)
+        total[part] += grad[:, part].T @ states

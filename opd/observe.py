@@ -47,6 +47,7 @@ class Observer:
         self.history: list[dict[str, float]] = []  # of evaluations, oldest first
         self.last: dict[str, float] = {}
         self.last_eval: tuple[int, Mapping[str, float]] = (-1, {})  # (step, metrics)
+        self.owes_eval = False  # one has begun and not ended
         self.stop_signal = 0  # that asked this rank to stop
         self._before = 0.0  # seconds that earlier processes spent on this run
         self._began = time.monotonic()
@@ -118,7 +119,7 @@ class Observer:
         accuracy, kl = metrics.get("eval/accuracy"), metrics.get("eval/kl")
         self.history.append(dict(metrics))
         self.evals = {"before": accuracy, "kl_before": kl, **self.evals, "after": accuracy, "kl_after": kl}
-        self.last_eval = (step, metrics)
+        self.last_eval, self.owes_eval = (step, metrics), False
         if self.progress is None:
             return
         self._log(step, {**metrics, "rollout/tokens_total": float(self.tokens)})
@@ -141,13 +142,13 @@ class Observer:
     def state(self, step: int) -> dict[str, Any]:
         """What the checkpoint of `step` must remember of this; its metrics are those measured at `step` itself."""
         wall = {"seconds": self._seconds(), "wall": dict(self.wall)}
-        evals = {"evals": self.evals, "history": self.history}
+        evals = {"evals": self.evals, "history": self.history, "owes_eval": self.owes_eval}
         return _finite({"tokens": self.tokens, **wall, **evals, "metrics": self._final_metrics(step)})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave."""
         self.tokens, self.evals, self.last = state["tokens"], state["evals"], state["metrics"]
-        self.history = state["history"]
+        self.history, self.owes_eval = state["history"], state.get("owes_eval", False)
         self.wall, self._before = defaultdict(float, state["wall"]), state["seconds"]
 
     def _seconds(self) -> float:

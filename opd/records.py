@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from opd.distributions import Distribution, Pool
+
 Message = Mapping[str, str]
 Finish = Literal["stop", "length", "aborted", "given"]  # given: not sampled, the data's own answer
 Record = TypeVar("Record")
@@ -99,6 +101,7 @@ class FullVocab:
 
     hidden: Tensor  # [R, H]
     present: Tensor | None = None  # [R] bool, false where the teacher has no score; None: all true
+    places: Tensor | None = None  # [R], of a teacher with other tokens: `opd.shared_vocabulary.place`
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class TeacherPayload:
     present: Tensor  # [N] bool
     token_logp: Tensor | None = None  # [N] of one that gives some tokens, zero where missing
     top: TopK | None = None  # [N, K] of the same, no token where missing
+    places: Tensor | None = None  # [N], see FullVocab
 
 
 @dataclass(frozen=True)
@@ -176,30 +180,6 @@ class Batch:
     term_counts: Mapping[str, float]  # term name -> global denominator
 
 
-class Distribution:
-    """Log-probabilities over the vocabulary, and their exponentials, made once when first asked for."""
-
-    def __init__(self, logp: Tensor, p: Tensor | None = None) -> None:
-        self.logp = logp  # [n, V]
-        self._p = p
-
-    @classmethod
-    def of_logits(cls, logits: Tensor, floor: float | None = None) -> Distribution:
-        """Softmax and log-softmax of logits [n, V] with one exponential; `floor` bounds the log-probabilities."""
-        peak = logits.amax(-1, keepdim=True)
-        p = (logits - peak).exp_()
-        total = p.sum(-1, keepdim=True)
-        logp = logits - (peak + total.log())
-        return cls(logp if floor is None else logp.clamp_(min=floor), p.div_(total))
-
-    @property
-    def p(self) -> Tensor:
-        """Probabilities [n, V]."""
-        if self._p is None:
-            self._p = self.logp.exp()
-        return self._p
-
-
 @dataclass(frozen=True)
 class Scores:
     """One teacher's scores for a block of n tokens."""
@@ -207,6 +187,9 @@ class Scores:
     token_logp: Tensor  # [n]
     full: Distribution | None = None
     top: TopK | None = None  # [n, K], where the full distribution is not known
+    support: Tensor | None = None  # [1 or n, V], see TokenChunk
+    mass: Tensor | None = None  # [n], the teacher's probability of the support before it was renormalised
+    restricts: bool = True  # whether losses see the support alone
 
 
 @dataclass(frozen=True)
@@ -237,6 +220,7 @@ class TokenChunk:
     teacher: Distribution | None = None  # None for a term without a teacher, or with one that gives some tokens only
     teacher_token_logp: Tensor | None = None  # [n]
     teacher_top: TopK | None = None  # [n, K], the likeliest tokens of a teacher that gives some tokens only
+    support: Tensor | None = None  # [1 or n, V] bool, ids that a teacher of another vocabulary shares; None: all
     reference: Distribution | None = None  # the term's second teacher
     reference_token_logp: Tensor | None = None  # [n]
     row_log_ratio: Tensor | None = None  # [n], mean over the token's row of student minus sampler log-prob
@@ -244,6 +228,11 @@ class TokenChunk:
     sampler_top: TopK | None = None  # [n, K], the sampler's likeliest tokens
     stop_ids: tuple[int, ...] = ()  # ids that end an answer, for the student or a teacher
     progress: float = 0.0  # steps done / steps planned, for scheduled parameters
+    pool: Pool | None = None
+
+    def difference(self, x: Tensor, y: Tensor) -> Tensor:
+        """x - y [n, V] in a tensor that is the caller's alone until the block is over."""
+        return x - y if self.pool is None else torch.sub(x, y, out=self.pool.take(x))
 
     @property
     def student_logp(self) -> Tensor:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import httpx  # a client whose timeouts cover every phase, and that several threads may share
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_after_attempt,
+    stop_before_delay,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
 
 from opd import ranks
+from opd.addresses import Addresses, checked_address
+from opd.whole_answer import asked_wait, whole_answer
 
 Answer = TypeVar("Answer")
+Reader = Callable[[httpx.Response], Answer]
 RETRIED = {408, 425, 429, 500, 502, 503, 504}  # statuses that another attempt may change
-REST = 5.0  # seconds for which an address that failed is left out while others live
+CONNECT = 10.0  # seconds within which whoever lives accepts a connection
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class RemoteError(RuntimeError):
@@ -37,10 +49,11 @@ class RemoteConfig:
     """How to reach servers.
 
     Args:
-        urls: addresses of servers that hold the same; requests go to the one with the fewest in flight.
+        urls: addresses of servers that hold the same; requests go to the one with the fewest in flight, and one that
+            failed is left out for a while.
         api_key_env: name of the environment variable with the key, sent as a bearer token; never logged.
         timeout: seconds for one attempt, from connecting to the last byte.
-        give_up_after: seconds after which a request that always fails ends the run.
+        give_up_after: seconds after which a request that always fails, at every address, ends the run.
         concurrency: requests in flight at a time.
     """
 
@@ -54,8 +67,7 @@ class RemoteConfig:
         if not self.urls:
             raise ValueError("urls: empty; give at least one address, such as http://127.0.0.1:8000")
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"urls: {url!r} is no address; it must start with http:// or https://")
+            checked_address(url)
         if self.timeout <= 0 or self.give_up_after <= 0 or self.concurrency < 1:
             raise ValueError(
                 f"timeout={self.timeout}, give_up_after={self.give_up_after}, concurrency={self.concurrency}: "
@@ -63,29 +75,57 @@ class RemoteConfig:
             )
 
 
-class Remote:
-    """A pool of addresses under one name, which messages call by its config key."""
+class Meter(Protocol):
+    """Counts what requests cost, attempt by attempt."""
 
-    def __init__(self, key: str, config: RemoteConfig) -> None:
-        self.key, self.config = key, config
-        token = os.environ.get(config.api_key_env, "")
+    def before(self, body: Any) -> int:
+        """Called ahead of every attempt; a number for it. What it raises ends the request, and nothing is sent."""
+        ...
+
+    def after(self, number: int, outcome: httpx.Response | httpx.TransportError) -> None:
+        """Called with what came of the attempt, before anybody looks into the answer."""
+        ...
+
+
+class Remote:
+    """A pool of addresses under one name, which messages call by its config key; `meter` sees every POST request."""
+
+    def __init__(self, key: str, config: RemoteConfig, meter: Meter | None = None) -> None:
+        self.key, self.config, self.meter = key, config, meter
+        token = self._token = os.environ.get(config.api_key_env, "").strip()
+        if not (token.isascii() and token.isprintable()):  # the HTTP library would show it in its complaint
+            raise RemoteError(f"{key}: the key in {config.api_key_env} holds characters that no HTTP header may have")
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=config.timeout,
+            timeout=httpx.Timeout(config.timeout, connect=min(config.timeout, CONNECT)),
             limits=httpx.Limits(max_connections=None),
+            mounts={f"all://{host}": None for host in LOOPBACK},  # whatever proxy the environment names for the others
         )
-        self._lock = threading.Lock()
-        self._flying = dict.fromkeys(config.urls, 0)
-        self._resting = dict.fromkeys(config.urls, 0.0)  # time before which an address is left out
+        self._addresses = Addresses(config.urls)
         self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix=key)
 
-    def get(self, path: str) -> Any:
-        """The JSON of a GET request."""
-        return self._ask("GET", path, None, lambda response: response.json())
+    def ask_each(self, method: str, path: str, read: Reader[Answer], body: Any = None) -> dict[str, Answer]:
+        """What every address that answers says, one request each; those that are gone are left out.
 
-    def post_all(
-        self, path: str, bodies: Sequence[Any], read: Callable[[int, httpx.Response], Answer]
-    ) -> list[Answer]:
+        Raises:
+            RemoteError: none answers for `give_up_after` seconds, or one refuses for good.
+        """
+
+        def round_of_all() -> dict[str, Answer]:
+            tasks = {
+                url: self._pool.submit(self._attempt, method, path, lambda: body, read, url) for url in self.config.urls
+            }
+            failures = {url: task.exception() for url, task in tasks.items()}
+            for failure in failures.values():
+                if failure is not None and not isinstance(failure, _Passing):
+                    raise failure
+            if all(failures.values()):
+                raise next(failure for failure in failures.values() if failure)
+            return {url: task.result() for url, task in tasks.items() if not failures[url]}
+
+        return self._patiently(round_of_all, threading.Event())
+
+    def post_all(self, path: str, bodies: Sequence[Any], read: Callable[[int, httpx.Response], Answer]) -> list[Answer]:
         """One POST request per JSON body, in parallel; what `read` makes of each answer, given the body's number.
 
         An answer that `read` refuses with a ValueError is asked for again.
@@ -93,75 +133,123 @@ class Remote:
         Raises:
             RemoteError: a request failed for `give_up_after` seconds, or was refused for good.
         """
-        tasks = [
-            self._pool.submit(self._ask, "POST", path, body, lambda response, number=number: read(number, response))
-            for number, body in enumerate(bodies)
+        return self._in_parallel(
+            [
+                (path, lambda body=body: body, lambda response, number=number: read(number, response))
+                for number, body in enumerate(bodies)
+            ]
+        )
+
+    def ask_rows(
+        self,
+        path: str,
+        groups: Sequence[Sequence[int]],
+        body: Callable[[list[int]], Any],
+        read: Callable[[list[int], httpx.Response], Iterator[tuple[int, Answer]]],
+    ) -> dict[int, Answer]:
+        """One POST request per group of row numbers, in parallel; number -> answer of every row.
+
+        `read` yields the rows that an answer holds, then raises a ValueError where one is missing or not usable: only
+        what is still missing is asked for again.
+
+        Raises:
+            RemoteError: as for `post_all`.
+        """
+        found: dict[int, Answer] = {}
+
+        def request(group: Sequence[int]) -> tuple[str, Callable[[], Any], Reader[None]]:
+            def missing() -> list[int]:
+                return [row for row in group if row not in found]
+
+            def keep(response: httpx.Response) -> None:
+                for row, answer in read(missing(), response):
+                    found[row] = answer
+
+            return path, lambda: body(missing()), keep
+
+        self._in_parallel([request(group) for group in groups])
+        return found
+
+    def _in_parallel(self, requests: Sequence[tuple[str, Callable[[], Any], Reader[Answer]]]) -> list[Answer]:
+        over = threading.Event()  # ends the retries of the others when one has failed for good
+        tasks: list[Future[Answer]] = [
+            self._pool.submit(self._patiently, lambda each=each: self._attempt("POST", each[0], each[1], each[2]), over)
+            for each in requests
         ]
         try:
+            ended, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+            for task in ended:
+                task.result()  # raises what one of them failed by, whichever that is
             return [task.result() for task in tasks]
         finally:
+            over.set()
             for task in tasks:
                 task.cancel()
 
-    def _ask(self, method: str, path: str, body: Any, read: Callable[[httpx.Response], Answer]) -> Answer:
+    def _patiently(self, attempt: Callable[[], Answer], over: threading.Event) -> Answer:
+        """The result of an attempt, repeated until `give_up_after`, and at least once per address."""
         attempts = Retrying(
             retry=retry_if_exception_type(_Passing),
             wait=self._pause,
-            stop=stop_after_delay(self.config.give_up_after),
+            sleep=sleep_using_event(over),
+            stop=stop_when_event_set(over)
+            | (stop_before_delay(self.config.give_up_after) & stop_after_attempt(len(self.config.urls))),
             reraise=True,
         )
         try:
-            return attempts(self._attempt, method, path, body, read)
+            return attempts(attempt)
         except _Passing as failure:
             raise RemoteError(
-                f"{self.key}: no usable answer from {', '.join(self.config.urls)} for {self.config.give_up_after:g} "
+                f"{self.key}: no usable answer from {', '.join(self.config.urls)} within {self.config.give_up_after:g} "
                 f"seconds ({failure}). Start the server again and repeat the same command: the run continues."
             ) from failure
 
-    @staticmethod
-    def _pause(state: RetryCallState) -> float:
-        """What the server asked for, or a short wait that doubles."""
+    def _pause(self, state: RetryCallState) -> float:
+        """Nothing where another address lives; else what the server asked for, or a short wait that doubles."""
+        if self._addresses.any_lives:
+            return 0.0
         failure = state.outcome.exception() if state.outcome else None
         asked = failure.wait if isinstance(failure, _Passing) else 0.0
-        return max(asked, wait_exponential_jitter(initial=0.1, max=5.0)(state))
+        return max(asked, wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1)(state))
 
-    def _attempt(self, method: str, path: str, body: Any, read: Callable[[httpx.Response], Answer]) -> Answer:
-        url = self._choose()
-        try:
-            response = self._client.request(method, url.rstrip("/") + path, json=body)
-        except httpx.TransportError as error:  # refused, broken off, or too slow
-            self._rest(url)
-            raise _Passing(f"{url}: {type(error).__name__} {error}".rstrip()) from error
-        finally:
-            with self._lock:
-                self._flying[url] -= 1
+    def _attempt(
+        self, method: str, path: str, body: Callable[[], Any], read: Reader[Answer], address: str | None = None
+    ) -> Answer:
+        content = body()
+        meter = self.meter if method == "POST" else None
+        number = meter.before(content) if meter else 0
+        with self._addresses.one(address) as url:
+            try:
+                response = whole_answer(self._client, method, url.rstrip("/") + path, content, self.config.timeout)
+            except httpx.TransportError as error:  # refused, broken off, or too slow
+                if meter:
+                    meter.after(number, error)
+                self._addresses.failed(url)
+                raise _Passing(f"{url}: {type(error).__name__} {error}".rstrip()) from error
+        if meter:
+            meter.after(number, response)
         if response.status_code in RETRIED:
-            if response.status_code >= 500:
-                self._rest(url)
-            raise _Passing(f"{url}: {_said(response)}", _asked_wait(response))
+            wait = asked_wait(response)
+            self._addresses.failed(url, wait)
+            raise _Passing(f"{url}: {self._said(response)}", wait)
         if response.status_code != 200:
-            raise RemoteError(f"{self.key}: {url}{path} refused the request: {_said(response)}")
+            raise RemoteError(f"{self.key}: {url}{path} refused the request: {self._said(response)}")
         try:
-            return read(response)
+            answer = read(response)
         except ValueError as error:
+            self._addresses.failed(url)
             raise _Passing(f"{url}: {error}") from error
+        self._addresses.answered(url)
+        return answer
 
-    def _choose(self) -> str:
-        """The address with the fewest requests among those that live, or among all when none does."""
-        with self._lock:
-            now = time.monotonic()
-            living = [url for url in self._flying if self._resting[url] <= now] or list(self._flying)
-            url = min(living, key=lambda each: self._flying[each])
-            self._flying[url] += 1
-            return url
+    def _said(self, response: httpx.Response) -> str:
+        """Status and message of an answer, at most 300 characters; some servers repeat the key in it."""
+        text = " ".join(response.text.split())
+        return f"status {response.status_code}: {(text.replace(self._token, '***') if self._token else text)[:300]}"
 
-    def _rest(self, url: str) -> None:
-        with self._lock:
-            self._resting[url] = time.monotonic() + REST
-
-    def close(self) -> None:
-        """Ends all connections."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+    def close(self, wait: bool = False) -> None:
+        """Ends all connections; `wait`: after the requests that are under way."""
+        self._pool.shutdown(wait=wait, cancel_futures=True)
         self._client.close()
 
 
@@ -175,14 +263,3 @@ def on_all_ranks(call: Callable[[], Answer]) -> Answer:
     if failures:
         raise RemoteError(failures[0])
     return cast(Answer, result)
-
-
-def _asked_wait(response: httpx.Response) -> float:
-    """Seconds of a Retry-After header; 0 without one, or where it is a date."""
-    value = response.headers.get("retry-after", "")
-    return float(value) if value.replace(".", "", 1).isdigit() else 0.0
-
-
-def _said(response: httpx.Response) -> str:
-    """Status and message of an answer, at most 300 characters."""
-    return f"status {response.status_code}: {' '.join(response.text.split())[:300]}"

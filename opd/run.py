@@ -13,6 +13,7 @@ import torch
 
 from opd import ranks
 from opd.answers import Answers, inside_vocabulary
+from opd.api_plan import spending
 from opd.batching import make_batch
 from opd.checkpoint import Checkpoints, lock_run_dir, move_aside, read_state
 from opd.checks import check
@@ -48,7 +49,7 @@ class Run:
         self.rewards = RewardStage(
             list(config.reward.values()), config.reward_policy.time_limit, config.reward_policy.on_error
         )
-        self.teachers = TeacherStage(config.teacher, self.terms, config.data.streams)
+        self.teachers = TeacherStage(config.teacher, self.terms, config.data.streams, self.rewards.pair_teachers)
         self.terminated, self.step = False, 0
         self._started = ExitStack()  # closes what has been started, the newest first
 
@@ -60,11 +61,12 @@ class Run:
         self.pad_id = pad_id
         self.stop_ids = self.config.student.stop_ids(self.tokenizer)
         check(self.config, self.tokenizer)
-        ends = [teacher.tokenizer().eos_token_id for teacher in self.teachers.teachers.values()]
+        self.teachers.meet(self.tokenizer, self.stop_ids)
+        ends = [teacher.tokenizer().eos_token_id for teacher in self.teachers.same_tokens.values()]
         self.all_stop_ids = tuple(sorted({*self.stop_ids, *(end for end in ends if isinstance(end, int))}))
         self.prompts = Prompts(self.config.data, self.tokenizer, self.config.seed)
         check_sources(self.terms, self.prompts)
-        self.teachers.check_examples(self.prompts.examples)
+        self.teachers.check_examples(self.prompts.told)
         self.answers = Answers(self.prompts, self.sampler, self.rewards, self.tokenizer, self.teachers.answering)
         self.latest = None if self.config.resume == "never" else self.checkpoints.latest()
 
@@ -86,8 +88,8 @@ class Run:
         self._started.callback(self.observer.close)
         self._seed(config.seed)
         self.engine = Engine(config.student.load(), config.engine, config.student.dtype)
-        self._started.callback(self.rewards.close)
-        self.rewards.start()
+        self._started.callback(self.answers.close)
+        self.answers.start(config.student)
         max_len = config.data.max_prompt_tokens + max(config.sampler.params.max_tokens, config.eval.max_tokens or 0)
         self.teachers.start(max_len, self.engine.module.model)
         self._started.callback(self.teachers.close)
@@ -105,6 +107,7 @@ class Run:
             self.step = state["step"]
             self.engine.load(self.latest)
             self.teachers.load(self.latest)
+            self.answers.learning.load(self.latest)
             self.observer.restore(state)
         self.sampler.sync(self.engine.weights(), version=self.step)
 
@@ -114,8 +117,10 @@ class Run:
             self._started.enter_context(lock)
         self.observer.start(self.step)
         self.check_parity()
-        if not self.observer.history:
-            self.evaluate()
+        if (owed := self.observer.owes_eval) or not self.observer.history:
+            self.evaluate()  # owed: a server was gone when it was due
+        if owed:
+            self.save()
 
     def _shared_vocabulary(self) -> int:
         """The ids that student and teachers share: heads may be padded to different widths.
@@ -124,7 +129,8 @@ class Run:
             ValueError: a teacher's head does not reach all tokens of the student.
         """
         widths = {"student": self.engine.module.vocab_size}
-        widths |= {f"teacher.{name}": len(teacher.head().weight) for name, teacher in self.teachers.whole.items()}
+        sharing = {n: teacher for n, teacher in self.teachers.whole.items() if n in self.teachers.same_tokens}
+        widths |= {f"teacher.{name}": len(teacher.head().weight) for name, teacher in sharing.items()}
         narrowest, last = min(widths, key=lambda name: widths[name]), max(self.tokenizer.get_vocab().values())
         if widths[narrowest] <= last:
             rows = widths[narrowest]
@@ -243,6 +249,7 @@ class Run:
         judged = self._that_count(rollouts, rewards)
         learns = any(term.needs_advantage for term in self.terms)
         groups = {"reward/informative_groups": informative_share(rollouts, judged)} if learns else {}
+        groups |= spending(self.config)
         parts = rollout_metrics(rollouts), self.answers.metrics, self.teachers.metrics, groups, weights, update
         merged = ranks.merged({name: mean for part in parts for name, mean in part.items()})
         tokens = ranks.sums({"tokens": float(self.answers.sampled_tokens)})["tokens"]
@@ -261,6 +268,7 @@ class Run:
         """Held-out metrics of the current weights, logged under the current step; once, the teacher's accuracy too."""
         if not self.evaluator.has_problems:
             return
+        self.observer.owes_eval = True
         with self.stage("eval"):
             metrics, judged = self.evaluator.student(self.sampler)
             if self.config.eval.teacher and self.rewards.terms and "teacher" not in self.observer.evals:
@@ -284,6 +292,7 @@ class Run:
     def _write(self, folder: Path) -> None:
         self.engine.save(folder, self.config.student, self.tokenizer)
         self.teachers.save(folder)
+        self.answers.learning.save(folder)
 
     def close(self) -> None:
         """Releases engines, workers and displays."""

@@ -8,18 +8,20 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from opd import ranks
 from opd.heads import Head
 from opd.prompts import Stream
 from opd.records import Example, Mean, Prompt, Reward, Rollout, TeacherScores
 from opd.remote import on_all_ranks
+from opd.rewards import Measured
 from opd.teachers import (
     AnsweringTeacher,
     FollowsStudent,
     GivesFullVocab,
     LimitsLength,
-    MeasuresItself,
+    OwnTokens,
     ReadsVerdicts,
     Teacher,
     TriesExamples,
@@ -76,6 +78,24 @@ class TeacherStage:
     def all(self) -> dict[str, Teacher]:
         """Those that answer and those that score."""
         return {**self.answering, **self.teachers}
+
+    def meet(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+        """Tells teachers with tokens of their own of the student's.
+
+        Raises:
+            ValueError: a teacher cannot deal with them.
+        """
+        for name, teacher in self.teachers.items():
+            if isinstance(teacher, OwnTokens):
+                try:
+                    teacher.meet(tokenizer, stop_ids)
+                except ValueError as error:
+                    raise ValueError(f"teacher.{name}.{error}") from error
+
+    @property
+    def same_tokens(self) -> dict[str, Teacher]:
+        """Those whose ids are the student's."""
+        return {name: teacher for name, teacher in self.teachers.items() if not isinstance(teacher, OwnTokens)}
 
     def check_examples(self, examples: Mapping[str, Sequence[tuple[list[int], Example]]]) -> None:
         """Has teachers try the data of the streams that they score, before anything is loaded.
@@ -137,8 +157,8 @@ class TeacherStage:
     def _measured(self) -> dict[str, Mean]:
         return {
             f"teacher/{name}/{key}": mean
-            for name, teacher in self.all.items()
-            if isinstance(teacher, MeasuresItself)
+            for name, teacher in self.teachers.items()
+            if isinstance(teacher, Measured)
             for key, mean in teacher.metrics().items()
         }
 

@@ -44,7 +44,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.port < 65536:
             raise ValueError(f"port={self.port}: must lie in 1 to 65535")
-        if self.host not in LOOPBACK and not os.environ.get(KEY_ENV):
+        if self.host not in LOOPBACK and not _key():
             raise ValueError(
                 f"host={self.host}: anyone who reaches this address could use the teacher; set a key in {KEY_ENV} for "
                 "server and trainer, or bind to 127.0.0.1"
@@ -82,26 +82,34 @@ def serve_teacher(config: ServeConfig) -> None:
     os.execvpe(command[0], command, {**modest, **os.environ})
 
 
-async def _refused(send: Send) -> None:
+def _key() -> str:
+    """The key, as clients read it: without the line end that files have."""
+    return os.environ.get(KEY_ENV, "").strip()
+
+
+async def _refused(kind: str, send: Send) -> None:
+    if kind == "websocket":
+        await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the client sees 403
+        return
     start = {"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]}
     await send(start)
     await send({"type": "http.response.body", "body": b'{"error": {"message": "missing or wrong key"}}'})
 
 
 class RequireKey:
-    """ASGI middleware: every request but /health needs the key of OPD_API_KEY, where one is set.
+    """ASGI middleware: every request and web socket but /health needs the key of OPD_API_KEY, where one is set.
 
     vLLM's own key guards the paths under /v1 alone, and hidden states are served elsewhere.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self.app, self.expected = app, os.environ.get(KEY_ENV, "")
+        self.app, self.expected = app, _key()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets the request through, or answers 401."""
-        if scope["type"] == "http" and self.expected and scope["path"] != "/health":
+        if scope["type"] != "lifespan" and self.expected and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, f"Bearer {self.expected}".encode()):
-                await _refused(send)
+                await _refused(scope["type"], send)
                 return
         await self.app(scope, receive, send)

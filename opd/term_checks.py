@@ -114,7 +114,12 @@ def _needs_are_met(config: TrainConfig) -> Iterator[str]:
                 yield (
                     f"loss.{name} ({kind(term)}) needs {', '.join(lacking)} scores; teacher.{teacher_name} "
                     f"({type(teacher).__name__}) provides {', '.join(sorted(teacher.provides))}: "
-                    "use another loss or teacher"
+                    f"{_of_text(teacher_name) if teacher.provides == {'text'} else 'use another loss or teacher'}"
+                )
+            elif teacher is not None and teacher.provides == {"text"}:
+                yield (
+                    f"loss.{name}.teacher={teacher_name}: teacher.{teacher_name} ({type(teacher).__name__}) provides "
+                    f"text, which no term reads; set loss.{name}.teacher=null, and {_of_text(teacher_name)}"
                 )
             elif isinstance(teacher, GivesTopK) and isinstance(term.loss, TakesTopK) and term.loss.k > teacher.k:
                 yield (
@@ -123,14 +128,22 @@ def _needs_are_met(config: TrainConfig) -> Iterator[str]:
                 )
 
 
+def _of_text(teacher: str) -> str:
+    """The way out for a teacher that gives text alone."""
+    return (
+        "let a stream imitate its answers (data.streams.NAME.answers=teacher "
+        f"data.streams.NAME.teacher={teacher}, with loss cross_entropy), or take verdicts as a reward (reward=judge)"
+    )
+
+
 def scores(term: Term) -> list[Need]:
     """What the loss asks of its teacher, and of its reference if it has one."""
-    return [need for need in declared_needs(term.loss) if need in ("full_vocab", "top_k", "sampled")]
+    return [need for need in declared_needs(term.loss) if need in ("full_vocab", "top_k", "sampled", "ranked")]
 
 
 def _provides(teacher: Teacher, need: Need) -> bool:
-    """Who knows every token's probability knows those of the likeliest tokens and of the sampled one."""
-    return need in teacher.provides or (need in ("top_k", "sampled") and "full_vocab" in teacher.provides)
+    """Who knows every token's probability knows those of the likeliest tokens, of the sampled one, and their ranks."""
+    return need in teacher.provides or (need in ("top_k", "sampled", "ranked") and "full_vocab" in teacher.provides)
 
 
 def _corrections_fit(config: TrainConfig) -> Iterator[str]:

@@ -1,9 +1,8 @@
-"""Sampling by vLLM in the trainer's own process. The only file that imports vllm."""
+"""Sampling by vLLM in the trainer's own process."""
 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from opd import ranks
 from opd.records import Finish, Prompt, Rollout, TopK
 from opd.students.model import Dtype, HFStudent
 from opd.students.sampler import SamplingParams, WeightNames, request_seed, text_of
+from opd.students.vllm_engine import shut_down, start_engine
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
@@ -49,35 +48,18 @@ class VLLMSampler:
         self, student: HFStudent, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], max_len: int
     ) -> None:
         """Starts the engine; the process group of the trainer must exist already."""
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads live in this process too
-        from vllm import LLM  # the import takes many seconds: only a run that samples pays for it
-        from vllm.platforms import current_platform
-
-        on_gpu = torch.cuda.is_available()
-        if not on_gpu:
-            current_platform.simple_compile_backend = "eager"  # else small helpers are compiled, and that needs a g++
-        settings: dict[str, Any] = (
-            {"gpu_memory_utilization": self.gpu_memory_utilization}
-            if on_gpu
-            else {"kv_cache_memory_bytes": int(self.kv_cache_gib * 2**30)}
-        )
-        if ranks.world_size() > 1:
-            settings["distributed_executor_backend"] = "external_launcher"
-        self.engine = LLM(
+        self.engine = start_engine(
             student.model,
+            max_len=max_len,
+            enforce_eager=self.enforce_eager,
+            kv_cache_gib=self.kv_cache_gib,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             tokenizer=student.model,
-            dtype=self.dtype or student.dtype,  # pyright: ignore[reportArgumentType]: vLLM checks the name
-            max_model_len=max_len,
+            dtype=self.dtype or student.dtype,
             max_num_seqs=self.max_num_seqs,
-            enforce_eager=self.enforce_eager or not on_gpu,
             logprobs_mode="processed_logprobs",
             trust_remote_code=student.trust_remote_code,
-            seed=0,
             max_logprobs=max(20, self.params.top_logprobs),
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            **settings,
             **self.engine_args,
         )
         self.tokenizer, self.stop_ids, self.version = tokenizer, list(stop_ids), 0
@@ -143,7 +125,7 @@ class VLLMSampler:
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory."""
-        self.engine.llm_engine.engine_core.shutdown()
+        shut_down(self.engine)
         del self.engine
         gc.collect()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import exp, isfinite
 from typing import Any
 
 import httpx
 import torch
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from opd.losses import Need
@@ -16,10 +17,11 @@ from opd.losses.protocol import needs
 from opd.padding import split_by_tokens
 from opd.records import Rollout, SomeTokens, TeacherScores, TopK
 from opd.remote import Remote, RemoteConfig, RemoteError
-from opd.teachers.served import only_model
+from opd.teachers.servers import check_alike, check_tokenizer, only_model
 
 UNKNOWN = -9000.0  # vLLM writes -inf as -9999; at or below this a number stands for "not known"
 ROUNDING = 1e-3  # by which a log-probability may exceed 0, or a sum of probabilities 1
+ALIKE = 0.05  # share of the largest number by which servers of one model may differ: bfloat16 on other hardware
 
 
 @dataclass
@@ -58,7 +60,7 @@ class ScorerTeacher:
         return AutoTokenizer.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
 
     def start(self) -> None:
-        """Asks the servers what they hold, and scores a few tokens to see that they can.
+        """Asks every server what it holds, and scores a few tokens to see that all can and hold the same.
 
         Raises:
             RemoteError: no server answers; k exceeds its max_logprobs; it sends other numbers than log-probabilities;
@@ -66,89 +68,95 @@ class ScorerTeacher:
         """
         self._pool = Remote(f"teacher (ScorerTeacher, {self.model})", self.remote)
         card = only_model(self._pool, self.served_name)
-        self._name = str(card["id"])
-        self.max_len = int(str(card["max_model_len"])) - 1  # the server insists on generating one token
-        self._check_tokenizer()
-        self._ask([[0, 1, 2, 3]])
+        self._name = card.id
+        self.max_len = card.max_model_len - 1  # the server insists on generating one token
+        check_tokenizer(self._pool, self._name, self.tokenizer(), self.model)
+        probe = [0, 1, 2, 3]
 
-    def _check_tokenizer(self) -> None:
-        """The server makes the same ids of a text that has tokens from all over the vocabulary."""
-        tokenizer = self.tokenizer()
-        ids = range(0, len(tokenizer), max(1, len(tokenizer) // 64))
-        text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-        asked = {"model": self._name, "prompt": text, "add_special_tokens": False}
-        (theirs,) = self._pool.post_all("/tokenize", [asked], lambda _, response: response.json()["tokens"])
-        mine = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if theirs != mine:
-            raise RemoteError(
-                f"{self._pool.key}: the server makes the tokens {theirs[:6]}... of a text, and the tokenizer of "
-                f"{self.model} {mine[:6]}...: they hold different models; correct model or urls"
-            )
+        def numbers(response: httpx.Response) -> list[float]:
+            ((_, entries),) = read_positions(response, [probe])
+            return read_scores(entries[1:], probe[1:], self.k).token_logp.tolist()
+
+        way_out = f"start it by opd serve-teacher model=... gives=logprobs max_logprobs={max(self.k, 1)}, or lower k"
+        check_alike(self._pool, "/v1/completions", self._body([probe]), numbers, ALIKE, way_out)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores | None]:
         """Log-probabilities of each response token and of the likeliest tokens in its place."""
         sequences = [rollout.prompt.token_ids + rollout.token_ids for rollout in rollouts]
-        positions = self._ask(sequences)
-        return [
-            read_scores(entries[len(rollout.prompt.token_ids) :], rollout.token_ids, self.k)
-            for rollout, entries in zip(rollouts, positions, strict=True)
-        ]
 
-    def _ask(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
-        """What the server says of every position of every sequence."""
+        def read(rows: list[int], response: httpx.Response) -> Iterator[tuple[int, SomeTokens]]:
+            for place, entries in read_positions(response, [sequences[row] for row in rows]):
+                rollout = rollouts[rows[place]]
+                yield rows[place], read_scores(entries[len(rollout.prompt.token_ids) :], rollout.token_ids, self.k)
+
         groups = split_by_tokens([len(sequence) for sequence in sequences], self.batch_tokens)
-        bodies = [
-            {
-                "model": self._name,
-                "prompt": [sequences[index] for index in group],
-                "prompt_logprobs": self.k,
-                "max_tokens": 1,
-                "temperature": 1.0,
-                "add_special_tokens": False,
-            }
-            for group in groups
-        ]
-        answers = self._pool.post_all(
-            "/v1/completions",
-            bodies,
-            lambda number, response: read_positions(response, [sequences[index] for index in groups[number]]),
+        found = self._pool.ask_rows(
+            "/v1/completions", groups, lambda rows: self._body([sequences[row] for row in rows]), read
         )
-        found: dict[int, list[Any]] = {}
-        for group, rows in zip(groups, answers, strict=True):
-            found |= dict(zip(group, rows, strict=True))
-        return [found[index] for index in range(len(sequences))]
+        return [found[row] for row in range(len(rollouts))]
+
+    def _body(self, sequences: Sequence[list[int]]) -> dict[str, Any]:
+        return {
+            "model": self._name,
+            "prompt": sequences,
+            "prompt_logprobs": self.k,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "add_special_tokens": False,
+        }
 
     def close(self) -> None:
         """Ends the connections."""
         self._pool.close()
 
 
-def read_positions(response: httpx.Response, sequences: Sequence[list[int]]) -> list[list[Any]]:
-    """The entries of every position, row by row, by the index that the server gave each.
+Entries = dict[int, dict[str, Any]] | None  # what is said of one position's tokens, by id
+
+
+class _Choice(BaseModel):
+    index: int
+    prompt_logprobs: Any = None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice]
+
+
+POSITIONS: TypeAdapter[list[Entries]] = TypeAdapter(list[Entries])
+
+
+def read_positions(response: httpx.Response, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[Entries]]]:
+    """(index that the server gave, entries of every position) of the rows that are as they should be.
 
     Raises:
-        ValueError: a row is missing, has another length than was sent, or numbers that are no log-probabilities.
+        ValueError: at the end, when a row is missing, or has scores of more or fewer positions than were sent.
     """
-    choices = {choice["index"]: choice for choice in response.json()["choices"]}
-    rows = []
+    choices = _Completion.model_validate_json(response.content).choices
+    by_index = {choice.index: choice for choice in choices}
+    if len(by_index) < len(choices):
+        raise ValueError("the answer has several rows of one index")
+    problems = []
     for index, sequence in enumerate(sequences):
-        if index not in choices:
-            raise ValueError(f"row {index} of {len(sequences)} is missing in the answer")
-        entries = choices[index].get("prompt_logprobs") or []
-        if len(entries) != len(sequence):
-            raise ValueError(f"row {index}: scores of {len(entries)} positions for {len(sequence)} tokens")
-        for position, entry in enumerate(entries[1:], 1):  # the first token has no predictor
-            _check_logprobs(entry, f"row {index}, position {position}")
-        rows.append(entries)
-    return rows
+        try:
+            if index not in by_index:
+                raise ValueError(f"row {index} of {len(sequences)} is missing in the answer")
+            entries = _positions(by_index[index], len(sequence))
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            yield index, entries
+    if problems:
+        raise ValueError(problems[0])
 
 
-def _check_logprobs(entry: Mapping[str, Any] | None, where: str) -> None:
-    known = [value for item in (entry or {}).values() if (value := known_logp(item["logprob"])) is not None]
-    if any(value > ROUNDING for value in known) or torch.tensor(known).exp().sum().item() > 1.0 + ROUNDING:
-        raise ValueError(
-            f"{where}: {known[:3]} are no log-probabilities; start the server with --logprobs-mode raw_logprobs"
-        )
+def _positions(choice: _Choice, length: int) -> list[Entries]:
+    try:
+        entries = POSITIONS.validate_python(choice.prompt_logprobs)
+    except ValidationError as error:
+        raise ValueError(f"row {choice.index} has no scores that can be read: {error.errors()[0]['msg']}") from error
+    if len(entries) != length:
+        raise ValueError(f"row {choice.index}: scores of {len(entries)} positions for {length} tokens")
+    return entries
 
 
 def known_logp(value: object) -> float | None:
@@ -158,19 +166,32 @@ def known_logp(value: object) -> float | None:
     return float(value)
 
 
-def read_scores(entries: Sequence[Mapping[str, Any] | None], token_ids: Sequence[int], k: int) -> SomeTokens:
-    """Entries of R positions, keyed by token id in any order, as scores; what is not known is missing, not a number."""
+def read_scores(entries: Sequence[Entries], token_ids: Sequence[int], k: int) -> SomeTokens:
+    """Entries of R positions, keyed by token id in any order, as scores; what is not known is missing, not a number.
+
+    Raises:
+        RemoteError: the numbers are no log-probabilities.
+    """
     count = len(token_ids)
     token_logp, present = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
     top = TopK(torch.zeros(count, max(k, 1), dtype=torch.long), torch.full((count, max(k, 1)), -torch.inf))
     for place, (token, entry) in enumerate(zip(token_ids, entries, strict=True)):
         known = {
-            int(key): value for key, item in (entry or {}).items() if (value := known_logp(item["logprob"])) is not None
+            key: value for key, item in (entry or {}).items() if (value := known_logp(item.get("logprob"))) is not None
         }
+        _check_logprobs(list(known.values()))
         if token not in known:
             continue
         token_logp[place], present[place] = known[token], True
         likeliest = sorted(known.items(), key=lambda pair: -pair[1])[:k]  # the sampled token may stand beside the k
-        for rank, (likely, value) in enumerate(likeliest):
-            top.ids[place, rank], top.logp[place, rank] = likely, value
+        top.ids[place, : len(likeliest)] = torch.tensor([likely for likely, _ in likeliest], dtype=torch.long)
+        top.logp[place, : len(likeliest)] = torch.tensor([value for _, value in likeliest])
     return SomeTokens(token_logp, top if k else None, present)
+
+
+def _check_logprobs(values: Sequence[float]) -> None:
+    if any(value > ROUNDING for value in values) or sum(map(exp, values)) > 1.0 + ROUNDING:
+        raise RemoteError(
+            f"a server sends {', '.join(f'{value:.4g}' for value in values[:3])} as log-probabilities of one token's "
+            "place, which no probabilities have; start it with --logprobs-mode raw_logprobs"
+        )

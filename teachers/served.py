@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import httpx
 import torch
+from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -20,8 +20,10 @@ from opd.padding import split_by_tokens
 from opd.records import FullVocab, Rollout, TeacherScores
 from opd.remote import Remote, RemoteConfig, RemoteError
 from opd.students.model import Dtype
+from opd.teachers.servers import check_alike, check_tokenizer, only_model
 
-ROWS_PER_REQUEST = 256  # the answer describes its rows in one HTTP header, whose size clients bound
+ROWS_PER_REQUEST = 256  # the answer describes its rows in one HTTP header of some 120 bytes a row; clients bound it
+ALIKE = 0.05  # share of the largest number by which servers of one model may differ: bfloat16 on other hardware
 
 
 @dataclass
@@ -54,22 +56,26 @@ class ServedTeacher:
         return AutoTokenizer.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
 
     def start(self) -> None:
-        """Asks the servers what they hold, and scores one token to see that the head fits.
+        """Asks every server what it holds, and scores a few tokens to see that all hold the same and the head fits.
 
         Raises:
             RemoteError: no server answers, or one does not answer as a pooling server with this model would.
+            ValueError: the checkpoint has no head that can be read.
         """
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        head = self.head()
         self._pool = Remote(f"teacher (ServedTeacher, {self.model})", self.remote)
         card = only_model(self._pool, self.served_name)
-        self._name, self.max_len = str(card["id"]), int(card["max_model_len"])
-        (states,) = self._ask([[0]])
-        head = self.head()
-        if states.shape[1] != head.weight.shape[1]:
-            raise RemoteError(
-                f"{self._pool.key}: the servers send hidden states of size {states.shape[1]}, and the head of "
-                f"{self.model} takes {head.weight.shape[1]}: they hold another model; correct model or urls"
-            )
+        self._name, self.max_len, self._size = card.id, card.max_model_len, head.weight.shape[1]
+        check_tokenizer(self._pool, self._name, self.tokenizer(), self.model)
+        probe = [0, 1, 2, 3]
+
+        def numbers(response: httpx.Response) -> list[float]:
+            ((_, states),) = read_states(response, [len(probe)], self._size)
+            return states.flatten().tolist()
+
+        way_out = "start it by opd serve-teacher model=... gives=hidden"
+        check_alike(self._pool, "/pooling", self._body([probe]), numbers, ALIKE, way_out)
 
     def head(self) -> Head:
         """The checkpoint's head, read anew."""
@@ -79,83 +85,94 @@ class ServedTeacher:
     def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores | None]:
         """The hidden states [R, H] that predict each response token; no row is ever missing."""
         # The last token's own state predicts nothing that was sampled.
-        states = self._ask([(rollout.prompt.token_ids + rollout.token_ids)[:-1] for rollout in rollouts])
-        return [
-            FullVocab(state[len(rollout.prompt.token_ids) - 1 :])
-            for rollout, state in zip(rollouts, states, strict=True)
-        ]
-
-    def _ask(self, sequences: Sequence[list[int]]) -> list[Tensor]:
-        """Last hidden states [T, H] of every sequence."""
+        sequences = [(rollout.prompt.token_ids + rollout.token_ids)[:-1] for rollout in rollouts]
         groups = [
             group[start : start + ROWS_PER_REQUEST]
             for group in split_by_tokens([len(sequence) for sequence in sequences], self.batch_tokens)
             for start in range(0, len(group), ROWS_PER_REQUEST)
         ]
-        bodies = [
-            {
-                "model": self._name,
-                "input": [sequences[index] for index in group],
-                "task": "token_embed",
-                "encoding_format": "bytes",
-                "embed_dtype": self.wire_dtype,
-                "endianness": "little",
-                "use_activation": False,
-            }
-            for group in groups
+
+        def read(rows: list[int], response: httpx.Response) -> Iterator[tuple[int, Tensor]]:
+            for place, states in read_states(response, [len(sequences[row]) for row in rows], self._size):
+                yield rows[place], states
+
+        found = self._pool.ask_rows("/pooling", groups, lambda rows: self._body([sequences[row] for row in rows]), read)
+        return [
+            FullVocab(found[row][len(rollout.prompt.token_ids) - 1 :].to(self._device))
+            for row, rollout in enumerate(rollouts)
         ]
-        answers = self._pool.post_all(
-            "/pooling",
-            bodies,
-            lambda number, response: read_states(response, [len(sequences[index]) for index in groups[number]]),
-        )
-        found: dict[int, Tensor] = {}
-        for group, states in zip(groups, answers, strict=True):
-            found |= dict(zip(group, states, strict=True))
-        return [found[index].to(self._device) for index in range(len(sequences))]
+
+    def _body(self, sequences: Sequence[list[int]]) -> dict[str, Any]:
+        return {
+            "model": self._name,
+            "input": sequences,
+            "task": "token_embed",
+            "encoding_format": "bytes",
+            "embed_dtype": self.wire_dtype,
+            "endianness": "little",
+            "use_activation": False,
+        }
 
     def close(self) -> None:
         """Ends the connections."""
         self._pool.close()
 
 
-def only_model(remote: Remote, name: str | None) -> dict[str, object]:
-    """What a vLLM server says of the model `name`, or of its only one.
+class _Row(BaseModel):
+    """Where the states of a row lie in the body."""
+
+    index: int
+    embed_dtype: Literal["float32", "bfloat16", "float16"]
+    endianness: Literal["little"]
+    start: NonNegativeInt
+    end: NonNegativeInt
+    shape: tuple[int, int]  # tokens, hidden size
+
+
+class _Description(BaseModel):
+    data: list[_Row]
+
+
+def read_states(response: httpx.Response, lengths: Sequence[int], size: int) -> Iterator[tuple[int, Tensor]]:
+    """(index that the server gave, hidden states [T, `size`]) of the rows that are as they should be.
 
     Raises:
-        RemoteError: it has no such model, or several and no name was given.
+        RemoteError: the states are of another size.
+        ValueError: at the end, when a row is missing, has another length than was sent, or a number that is not finite.
     """
-    cards = {str(card["id"]): card for card in remote.get("/v1/models")["data"]}
-    if name is None and len(cards) == 1:
-        return next(iter(cards.values()))
-    if name is None or name not in cards:
-        raise RemoteError(f"{remote.key}: the server holds {', '.join(cards)}; set served_name to one of them")
-    return cards[name]
-
-
-def read_states(response: httpx.Response, lengths: Sequence[int]) -> list[Tensor]:
-    """Hidden states [T, H] per row, by the index that the server gave each.
-
-    Raises:
-        ValueError: a row is missing, has another length than was sent, or holds a number that is not finite.
-    """
-    try:
-        rows = {row["index"]: row for row in json.loads(response.headers["metadata"])["data"]}
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError("the answer has no description of its rows: is this a server in pooling mode?") from error
-    states = []
+    if "metadata" not in response.headers:
+        raise ValueError("the answer has no description of its rows: is this a server in pooling mode?")
+    described = _Description.model_validate_json(response.headers["metadata"]).data
+    rows = {row.index: row for row in described}
+    if len(rows) < len(described):
+        raise ValueError("the answer has several rows of one index")
+    problems = []
     for index, length in enumerate(lengths):
-        if index not in rows:
-            raise ValueError(f"row {index} of {len(lengths)} is missing in the answer")
-        row = rows[index]
-        if row["shape"][0] != length:
-            raise ValueError(f"row {index}: {row['shape'][0]} hidden states for {length} tokens")
-        dtype = getattr(torch, row["embed_dtype"])
-        data = response.content[row["start"] : row["end"]]
-        if len(data) != row["shape"][0] * row["shape"][1] * dtype.itemsize:
-            raise ValueError(f"row {index}: {len(data)} bytes for shape {row['shape']} of {row['embed_dtype']}")
-        state = torch.frombuffer(bytearray(data), dtype=dtype).view(row["shape"])
-        if not bool(state.isfinite().all()):
-            raise ValueError(f"row {index} holds numbers that are not finite")
-        states.append(state)
+        try:
+            if index not in rows:
+                raise ValueError(f"row {index} of {len(lengths)} is missing in the answer")
+            states = _states(rows[index], length, size, response.content)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            yield index, states
+    if problems:
+        raise ValueError(problems[0])
+
+
+def _states(row: _Row, length: int, size: int, content: bytes) -> Tensor:
+    tokens, width = row.shape
+    if width != size:
+        raise RemoteError(
+            f"a server sends hidden states of size {width}, and the head of the teacher's checkpoint takes {size}: "
+            "they are of different models; correct model or urls"
+        )
+    if tokens != length:
+        raise ValueError(f"row {row.index}: {tokens} hidden states for {length} tokens")
+    dtype, data = getattr(torch, row.embed_dtype), content[row.start : row.end]
+    if len(data) != length * size * dtype.itemsize:
+        raise ValueError(f"row {row.index}: {len(data)} bytes for {length} x {size} numbers of {row.embed_dtype}")
+    states = torch.frombuffer(bytearray(data), dtype=dtype).view(row.shape)
+    if not bool(states.isfinite().all()):
+        raise ValueError(f"row {row.index} holds numbers that are not finite")
     return states

@@ -29,6 +29,7 @@ from opd.losses import (
     Toward,
     TruncatedReverseKL,
 )
+from opd.losses.ranked import GOLD, ULD
 from opd.schedules import at
 
 PROGRESS = 0.25  # of the run, for scheduled parameters
@@ -88,6 +89,19 @@ def _(loss: SkewReverseKL, p: Tensor, q: Tensor, given: Given) -> Tensor:
 @definition.register
 def _(loss: TotalVariation, p: Tensor, q: Tensor, given: Given) -> Tensor:
     return (p - q).abs().sum() / 2
+
+
+@definition.register
+def _(loss: ULD, p: Tensor, q: Tensor, given: Given) -> Tensor:
+    return (p.sort().values - q.sort().values).abs().sum()
+
+
+@definition.register
+def _(loss: GOLD, p: Tensor, q: Tensor, given: Given) -> Tensor:
+    """Of a teacher with the student's tokens: all are common, and w is their share, 1, unless it is set."""
+    m = loss.beta * q + (1 - loss.beta) * p
+    jsd = (loss.beta * q * (q / m).log() + (1 - loss.beta) * p * (p / m).log()).sum()
+    return (1.0 if loss.common_share is None else loss.common_share) * jsd
 
 
 @definition.register

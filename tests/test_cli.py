@@ -79,6 +79,14 @@ def test_eval_of_a_run_takes_keys_and_nothing_else(
     assert said == f"opd: refused\nusage: opd eval RUN key=value ...; not understood: {unread}\n"
 
 
+def test_eval_of_a_run_refuses_a_value_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert in_process(monkeypatch, "eval", str(tmp_path), "eval.problems=[2") == REFUSED
+    assert capsys.readouterr().err.startswith("opd: refused\n'eval.problems=[2': ")
+
+
 @pytest.mark.parametrize("override", ["+loss=[1]", "+loss@loss.x=[1]", "+teacher=5"])
 def test_a_group_that_is_given_a_number(
     override: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

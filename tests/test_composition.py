@@ -17,7 +17,7 @@ from opd.losses import JSD, Formula, ForwardKL, PPOClip, ReverseKL
 from opd.rewards import RewardTerm
 from opd.schedules import Constant, Linear
 from opd.students import HFSampler, VLLMSampler
-from opd.terms import Term
+from opd.terms import Term, terms_on
 from tests.composing import GRPO, composed, prepare, refusal, tiny_opd, tiny_parts
 from tests.source_tree import ROOT
 from tests.tiny import save_model
@@ -27,13 +27,21 @@ OPTIONS = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.gl
 EXPERIMENTS = [option for option in OPTIONS if option.startswith("experiment/") and option != "experiment/none"]
 FRAGMENTS = {"data/addition_sources"}  # what other options have in common, no whole of its own
 COMPONENTS = [o for o in OPTIONS if not o.startswith(("experiment/", "debug/")) and o not in FRAGMENTS]
-NAMED = ("loss", "teacher", "reward")  # groups whose options are added under a name
+NAMED = ("loss", "teacher", "reward", "column")  # groups whose options are added under a name
+AROUND = ("teacher/cross_tokenizer", "teacher/spans")  # they hold another teacher
+PLACES = {"column": "data.columns"}  # where they are put, if not under the group's own name
 GROUPS = ["credit=grpo", "data.streams.main.samples=4"]
 REFERENCE = ["+teacher@teacher.reference=local", "teacher.reference.model=${teacher.main.model}"]
 MORE = {  # what an option cannot do without
     **{f"loss/{name}": GROUPS for name in ("grpo", "gspo", "cispo", "sapo", "bpo", "grpo_modulated")},
     "loss/score_centering": [*GROUPS, "sampler.params.top_logprobs=8"],
     "loss/extrapolated": REFERENCE,
+    "teacher/api": ["loss.distill.teacher=main", "data.streams.main.answers=teacher", "data.streams.main.teacher=x"],
+    "teacher/scorer": ["loss@loss.distill=topk_reverse_kl", "loss.distill.teacher=x"],
+    "teacher/spans": ["loss.distill.teacher=main", "+loss@loss.s=sampled_reverse_kl", "loss.s.teacher=x"],
+    "reward/judge": ["reward.x.model=judge"],
+    "reward/discriminator": ["reward.x.teacher=main"],
+    "column/api": ["data.columns.x.model=m"],
     "data/addition_two_streams": ["+loss@loss.grpo=grpo", "credit=grpo"],
 }
 
@@ -53,8 +61,11 @@ def with_option(option: str, opd: list[str]) -> list[str]:
     if group not in NAMED or name == "none":
         return [f"{group}={name}", *[o for o in base if not o.startswith(f"{group}=")], *MORE.get(option, [])]
     model = next(o.partition("=")[2] for o in opd if o.startswith("teacher.main.model"))
-    weights = [f"teacher.x.model={model}", "loss.distill.teacher=x"] if group == "teacher" else []
-    return [*base, f"+{group}@{group}.x={name}", *weights, *MORE.get(option, [])]
+    weights = ["loss.distill.teacher=x"] if group == "teacher" else []
+    inner = "inner." if option in AROUND else ""
+    weights += [f"teacher.x.{inner}model={model}"] if group == "teacher" and name != "self" else []  # self: the student
+    place = PLACES.get(group, group)
+    return [*base, f"+{group}@{place}.x={name}", *weights, *MORE.get(option, [])]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -93,6 +104,7 @@ DELIBERATE = {  # YAML defaults that differ from the class's on purpose: option 
     | {"data.streams.distill.terms", "data.streams.reward.terms", "data.streams.reward.samples"},
     "eval/none": {"eval.every", "eval.problems", "eval.teacher"},
     "loss/reverse_kl_floored": {"loss.x.teacher", "loss.x.floor"},
+    "reward/judge": {"reward.x.api.temperature"},
 }
 SET_BY_THE_TEST = {"loss.distill.teacher", "sampler.params.top_logprobs", "data.train.size", "data.heldout.size"}
 SCALARS = (NoneType, bool, int, float, str)
@@ -199,7 +211,9 @@ def test_two_streams_in_one_update(opd: list[str]) -> None:
     run = prepare(*opd, "+loss@loss.grpo=grpo", "credit=grpo", "data.streams.main.terms=[distill]", reward)
     drawn = [(prompt.stream, prompt.samples) for prompt in run.prompts.draw(0)]
     assert drawn == [("main", 1)] * 4 + [("reward", 4)] * 2
-    assert run.teachers.streams_of == {"main": {"main"}}, "the teacher scores only the stream that has a term under it"
+    terms = {prompt.stream: terms_on(prompt, run.terms, run.prompts.streams) for prompt in run.prompts.draw(0)}
+    teachers = {stream: {name for term in found for name in term.teachers} for stream, found in terms.items()}
+    assert teachers == {"main": {"main"}, "reward": set()}, "it scores only the stream that has a term under it"
 
 
 def test_a_weight_may_be_a_schedule(opd: list[str]) -> None:

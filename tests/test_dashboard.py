@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from math import exp, log, nan
 from pathlib import Path
@@ -19,7 +20,7 @@ from opd.metrics import mismatch_metrics, places, stop_metrics, teacher_metrics,
 from opd.objective import Objective, Outcome
 from opd.records import Distribution, MicroBatch, Scores, TokenChunk, TopK
 from opd.terms import Term
-from opd.token_statistics import SAMPLED_ABOVE, token_statistics
+from opd.token_statistics import SAMPLED_ABOVE, TokenStatistics
 from tests.chunks import chunk_of, micro_batch
 from tests.rows import TERMS, WEIGHTS, Setting, engine, weights_of
 from tests.runs import opd, save_pair, training_lines, without_times
@@ -29,6 +30,15 @@ from tests.two_ranks_dashboard import scenario
 
 P = [0.5, 0.3, 0.15, 0.05]
 Q = [0.1, 0.6, 0.2, 0.1]
+
+
+def token_statistics(
+    chunk: TokenChunk, teachers: Mapping[str, Scores], present: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Statistics of a chunk of one block."""
+    noted = TokenStatistics(0, chunk.student_logp.shape[1])
+    noted.add(chunk, teachers, 0)
+    return noted.finished(chunk.sampler_logp, present)
 
 
 # --------------------------------------------------------------------------------------------- statistics of each token

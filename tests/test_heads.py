@@ -130,7 +130,7 @@ def test_a_narrowed_head_leaves_padding_rows_out_of_the_softmax() -> None:
 
 
 def test_logits_are_scaled_before_they_are_capped() -> None:
-    """h = 4, w = (1, -2), scale 1/2, cap 3: raw (2, -4), capped 3 tanh(2/3) = 1.7483, 3 tanh(-4/3) = -2.6102."""
+    """h = 4, w = (1, -2), scale 1/2, cap 3: raw (4, -8), scaled (2, -4), capped 3 tanh(2/3), 3 tanh(-4/3)."""
     head = Head(torch.tensor([[1.0], [-2.0]]), scale=0.5, softcap=3.0)
-    torch.testing.assert_close(head.raw_logits(torch.tensor([[4.0]]), None), torch.tensor([[2.0, -4.0]]))
+    torch.testing.assert_close(head.raw_logits(torch.tensor([[4.0]]), None), torch.tensor([[4.0, -8.0]]))
     torch.testing.assert_close(head.logits(torch.tensor([[4.0]])), torch.tensor([[1.7483, -2.6102]]), atol=1e-3, rtol=0)

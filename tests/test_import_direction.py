@@ -71,7 +71,7 @@ def test_no_circles() -> None:
 
 
 def test_losses_know_only_torch_and_records() -> None:
-    allowed = {"torch", "opd.records", "opd.losses", "opd.schedules"}
+    allowed = {"torch", "opd.distributions", "opd.records", "opd.losses", "opd.schedules"}
     foreign = [
         f"{module} imports {name}"
         for module, used in IMPORTS.items()
@@ -88,9 +88,10 @@ def test_a_library_stays_in_its_modules(library: str) -> None:
     assert users <= HOMES[library], f"{library} is imported by {sorted(users - HOMES[library])}"
 
 
-def test_one_file_imports_vllm() -> None:
+def test_few_files_import_vllm() -> None:
     users = {module for module, used in IMPORTS.items() if any(within(name, "vllm") for name in used)}
-    assert len(users) <= 1, f"vllm is imported by {sorted(users)}; its version-bound calls belong in one file"
+    homes = {"opd.students.vllm_engine", "opd.students.vllm_sampler"}
+    assert users <= homes, f"vllm is imported by {sorted(users - homes)}; its version-bound calls belong in one place"
 
 
 def test_no_file_imports_a_top_level_folder() -> None:

@@ -27,11 +27,11 @@ LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}  #
 TIME_LIMIT = 400  # seconds; a rank that waits for another for ever fails here
 
 
-def launch(*arguments: str | Path) -> None:
-    """Runs the worker script on two ranks; a hang ends with its processes and an error."""
+def launch(*arguments: str | Path, module: str = "tests.two_ranks") -> None:
+    """Runs a worker script on two ranks; a hang ends with its processes and an error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
-        [*command, "-m", "tests.two_ranks", *map(str, arguments)], cwd=ROOT, text=True, start_new_session=True,
+        [*command, "-m", module, *map(str, arguments)], cwd=ROOT, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={name: value for name, value in os.environ.items() if name not in LAUNCHED},
     )  # fmt: skip

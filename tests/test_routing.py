@@ -77,7 +77,7 @@ def test_a_teacher_scores_only_the_rows_of_its_terms() -> None:
         "m": [True, False, False, False], "c": [False, True, True, False],
     }  # fmt: skip
     assert (teachers["m"].asked, teachers["c"].asked, teachers["r"].asked) == (["0"], ["1", "2"], [])
-    everywhere = stage.score_all(rows)
+    everywhere = stage.score_all(rows, [Reward(None)] * 4)
     assert [score is not None for score in everywhere["m"]] == [True, False, False, True]
 
 

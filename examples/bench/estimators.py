@@ -23,6 +23,7 @@ from torch import Tensor
 from opd.commands import prepared
 from opd.losses import Loss, OnTopK, PPOClip, ReverseKL, SampledKL, SampledReverseKL
 from opd.quiet import quiet_libraries
+from opd.records import moved
 from opd.resolvers import register
 from opd.run import Run
 from opd.terms import Term
@@ -43,14 +44,14 @@ def gradient(run: Run, term: Term, draw: int) -> Tensor:
     rollouts = run.answers.sample(0, seed=draw)
     rewards = run.answers.judge(rollouts)
     credits = run.credits(rollouts, rewards)
-    rows = run.rows(rollouts, rewards, run.teachers.score(rollouts), credits)
+    rows = run.rows(rollouts, rewards, run.teachers.score(rollouts, rewards), credits)
     names = frozenset([term.name])
     batch = run.batch([replace(row, terms=names) for row in rows])
     parameters = [p for p in run.engine.module.parameters() if p.requires_grad]
     total = [torch.zeros_like(p) for p in parameters]
     objective = run.objective(0)
     for micro in batch.micro_batches:
-        loss, _, _ = run.engine.module(micro.to(run.engine.device), run.teacher_heads, objective)
+        loss, _, _ = run.engine.module(moved(micro, run.engine.device), run.teacher_heads, objective)
         for mine, found in zip(total, torch.autograd.grad(loss, parameters), strict=True):
             mine += found
     return torch.cat([part.flatten() for part in total]).cpu()
