@@ -100,14 +100,13 @@ class SampledReverseKL:
     @property
     def needs(self) -> frozenset[Need]:
         """The teacher's score of the sampled token; more for rho, a baseline or an extrapolation."""
-        asked: dict[Need, bool] = {
-            "sampled": True,
-            "sampler_logp": self.ratio,
-            "full_vocab": self.baseline == "negative_kl",
-            "reference": self.extrapolate != 1.0,
-            "row_value": self.gamma > 0.0,
-        }
-        return needs(*(need for need, wanted in asked.items() if wanted))
+        return (
+            needs("sampled")
+            | (needs("sampler_logp") if self.ratio else needs())
+            | (needs("full_vocab") if self.baseline == "negative_kl" else needs())
+            | (needs() if self.extrapolate == 1.0 else needs("reference"))
+            | (needs("row_value") if self.gamma > 0.0 else needs())
+        )
 
     def __call__(self, chunk: TokenChunk) -> Tensor:
         """Values [n]."""

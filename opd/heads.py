@@ -104,7 +104,7 @@ def split_model(model: nn.Module) -> tuple[nn.Module, Head]:
     return base.get_decoder(), replace(head, **logit_maps(base.config))
 
 
-def _head_of(layer: nn.Module, model: str) -> Head:
+def _head_of(layer: nn.Module | None, model: str) -> Head:
     if isinstance(layer, ModulesToSaveWrapper):
         return _head_of(layer.modules_to_save[layer.active_adapters[0]], model)
     if isinstance(layer, lora.Linear):

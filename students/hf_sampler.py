@@ -86,7 +86,9 @@ class HFSampler:
         logp = torch.stack(draw.logp, -1)
         top = draw.top()
         return [
-            self._rollout(prompt, index, output[row, width:].tolist(), logp[row].tolist(), top and top[row])
+            self._rollout(
+                prompt, index, output[row, width:].tolist(), logp[row].tolist(), None if top is None else top[row]
+            )
             for row, (prompt, index) in enumerate(requests)
         ]
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from opd.losses import (
+    GOLD,
     JSD,
+    ULD,
     AdaptiveKL,
     AtTemperature,
     CrossEntropy,
@@ -29,7 +31,6 @@ from opd.losses import (
     Toward,
     TruncatedReverseKL,
 )
-from opd.losses.ranked import GOLD, ULD
 from opd.schedules import at
 
 PROGRESS = 0.25  # of the run, for scheduled parameters
