@@ -26,6 +26,8 @@ def checked_address(url: str) -> None:
         raise ValueError(f"urls: {url!r} is no address: {error}") from error
     if not parsed.host:
         raise ValueError(f"urls: {url!r} names no host")
+    if parsed.query or parsed.fragment:
+        raise ValueError(f"urls: something stands behind the path of {parsed.host}; give the bare address")
     if parsed.userinfo:
         raise ValueError(f"urls: a key stands before {parsed.host}; put it into the variable that api_key_env names")
 

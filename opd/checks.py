@@ -100,7 +100,7 @@ def check(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError with every refusal found, one per line."""
     rules: list[Callable[[TrainConfig], Iterator[str]]] = [
         *TERM_RULES, _credit_fits, _refills_fit, _credit_knows_its_rewards, _sampling_fits, *METRIC_RULES, *SELF_RULES,
-        *API_RULES,        _adapter_fits, _optimizer_fits, _sizes_fit, _run_dir_fits,
+        *API_RULES, _adapter_fits, _optimizer_fits, _heads_fit, _sizes_fit, _run_dir_fits,
     ]  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems = problems or list(_vocabularies_match(config, tokenizer))
@@ -202,6 +202,16 @@ def _adapter_fits(config: TrainConfig) -> Iterator[str]:
         )
     if lora.use_dora:
         yield "student.lora.use_dora: DoRA cannot be merged exactly into the sampler's weights; set use_dora=false"
+
+
+def _heads_fit(config: TrainConfig) -> Iterator[str]:
+    resident = config.engine.resident_heads
+    for name, term in config.loss.items():
+        if resident is not None and 1 <= resident < len(set(term.teachers)):
+            yield (
+                f"engine.resident_heads={resident}: loss.{name} compares {len(set(term.teachers))} teachers at every "
+                "token, whose heads would be loaded again and again; raise it to that number"
+            )
 
 
 def _tied(student: HFStudent) -> bool:

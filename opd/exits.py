@@ -10,6 +10,10 @@ from types import TracebackType
 DONE, REFUSED = 0, 2  # and 1, Python's own, for a failure; 128 + signal for a run that was told to stop
 
 
+class Explained(RuntimeError):
+    """An error whose message says all that there is to say: a command ends with it, and without a traceback."""
+
+
 def refuse(message: str) -> int:
     """Prints why the configuration cannot run, once; the exit code."""
     if _rank() == "0":
@@ -21,7 +25,8 @@ def name_failures() -> None:
     """From here on an uncaught error of any kind ends with one line that says what failed; Python leaves with 1."""
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        traceback.print_exception(kind, error, trace)
+        if not isinstance(error, Explained):
+            traceback.print_exception(kind, error, trace)
         print(f"opd: failed on rank {_rank()}: {kind.__name__}: {error}", file=sys.stderr)
 
     sys.excepthook = report

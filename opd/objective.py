@@ -213,7 +213,7 @@ class _Pass:
             sampler_logp=fields.sampler_logp[block],
             advantages=fields.advantages[block],
             row_log_ratio=fields.row_log_ratio[block],
-            sampler_top=None if fields.sampler_top is None else fields.sampler_top.at(block),
+            sampler_top=None if fields.sampler_top is None else fields.sampler_top.at(block).within(z.shape[1]),
             stop_ids=self.objective.stop_ids,
             progress=self.objective.progress,
             pool=self.pool,
@@ -242,7 +242,8 @@ class _Pass:
         payload = self.batch.teachers[name]
         if given is None:
             assert payload.token_logp is not None, "a teacher gives hidden states or log-probabilities"
-            return Scores(payload.token_logp[block], top=None if payload.top is None else payload.top.at(block))
+            top = None if payload.top is None else payload.top.at(block).within(student.logp.shape[1])
+            return Scores(payload.token_logp[block], top=top)
         logits = self._widened(given.beside(student))
         if given.onward is not None:
             given.onward(logits)

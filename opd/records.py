@@ -59,6 +59,11 @@ class TopK:
     ids: Tensor  # [R, K]
     logp: Tensor  # [R, K] nats
 
+    def within(self, vocab_size: int) -> TopK:
+        """Without ids that are not below `vocab_size`: a head may be padded beyond the other model's."""
+        known = self.ids < vocab_size
+        return TopK(self.ids.where(known, 0), self.logp.where(known, -torch.inf))
+
     def at(self, positions: slice | Sequence[int] | Tensor) -> TopK:
         """The same of some positions."""
         return TopK(self.ids[positions], self.logp[positions])

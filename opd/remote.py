@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -23,6 +24,7 @@ from tenacity import (
 
 from opd import ranks
 from opd.addresses import Addresses, checked_address
+from opd.exits import Explained
 from opd.whole_answer import asked_wait, whole_answer
 
 Answer = TypeVar("Answer")
@@ -32,7 +34,7 @@ CONNECT = 10.0  # seconds within which whoever lives accepts a connection
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
-class RemoteError(RuntimeError):
+class RemoteError(Explained):
     """A server did not answer as it should; the message says which, what it said, and what to do."""
 
 
@@ -68,6 +70,8 @@ class RemoteConfig:
             raise ValueError("urls: empty; give at least one address, such as http://127.0.0.1:8000")
         for url in self.urls:
             checked_address(url)
+        if not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env, re.ASCII):
+            raise ValueError("api_key_env: must be the name of an environment variable, not the key itself")
         if self.timeout <= 0 or self.give_up_after <= 0 or self.concurrency < 1:
             raise ValueError(
                 f"timeout={self.timeout}, give_up_after={self.give_up_after}, concurrency={self.concurrency}: "
@@ -82,8 +86,8 @@ class Meter(Protocol):
         """Called ahead of every attempt; a number for it. What it raises ends the request, and nothing is sent."""
         ...
 
-    def after(self, number: int, outcome: httpx.Response | httpx.TransportError) -> None:
-        """Called with what came of the attempt, before anybody looks into the answer."""
+    def after(self, number: int, outcome: httpx.Response | httpx.RequestError | None) -> None:
+        """Called with what came of the attempt (None: nothing is known), before anybody looks into the answer."""
         ...
 
 
@@ -218,16 +222,19 @@ class Remote:
         content = body()
         meter = self.meter if method == "POST" else None
         number = meter.before(content) if meter else 0
+        outcome: httpx.Response | httpx.RequestError | None = None
         with self._addresses.one(address) as url:
             try:
-                response = whole_answer(self._client, method, url.rstrip("/") + path, content, self.config.timeout)
-            except httpx.TransportError as error:  # refused, broken off, or too slow
-                if meter:
-                    meter.after(number, error)
+                response = outcome = whole_answer(
+                    self._client, method, url.rstrip("/") + path, content, self.config.timeout
+                )
+            except httpx.RequestError as error:  # refused, broken off, too slow, or a body that cannot be decoded
+                outcome = error
                 self._addresses.failed(url)
                 raise _Passing(f"{url}: {type(error).__name__} {error}".rstrip()) from error
-        if meter:
-            meter.after(number, response)
+            finally:
+                if meter:
+                    meter.after(number, outcome)
         if response.status_code in RETRIED:
             wait = asked_wait(response)
             self._addresses.failed(url, wait)

@@ -73,6 +73,7 @@ class TeacherStage:
         self.answering = {name: each for name, each in found.items() if isinstance(each, AnsweringTeacher)}
         self.terms, self.streams = terms, streams
         self.metrics: dict[str, Mean] = {}  # of the last `score`
+        self._missing: dict[str, Mean] = {}  # share of the tokens asked about that got no score
 
     @property
     def all(self) -> dict[str, Teacher]:
@@ -143,7 +144,7 @@ class TeacherStage:
             RemoteError: on all ranks, when a teacher is gone for one of them.
         """
         scores = self._score(rollouts, rewards, lambda prompt: terms_on(prompt, self.terms, self.streams))
-        self.metrics = self._measured()
+        self.metrics = self._missing | self._measured()
         return scores
 
     def score_all(
@@ -184,8 +185,13 @@ class TeacherStage:
         else:
             scores = teacher.score(asked)
         spread: list[TeacherScores | None] = [None] * len(rollouts)
+        missing = total = 0
         for place, score in zip(places, scores, strict=True):
-            spread[place] = score
+            spread[place], tokens = score, len(rollouts[place].token_ids)
+            known = tokens if score is not None and score.present is None else 0
+            known += 0 if score is None or score.present is None else int(score.present.sum())
+            missing, total = missing + tokens - known, total + tokens
+        self._missing[f"teacher/{name}/missing"] = Mean(float(missing), float(total))
         return spread
 
     def follow(self, weights: Callable[[], Iterable[tuple[str, Tensor]]], step: int) -> None:

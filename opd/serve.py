@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 KEY_ENV = "OPD_API_KEY"
+OWNED = {
+    "--host": "host", "--port": "port", "--model": "model", "--middleware": "the key of OPD_API_KEY",
+    "--api-key": "OPD_API_KEY, which no list of processes shows",
+}  # fmt: skip
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -42,6 +46,10 @@ class ServeConfig:
     args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        given = [argument.partition("=")[0] for argument in self.args]
+        for flag in given:
+            if flag in OWNED:
+                raise ValueError(f"args: {flag} is decided by {OWNED[flag]}")
         if not 1 <= self.port < 65536:
             raise ValueError(f"port={self.port}: must lie in 1 to 65535")
         if self.host not in LOOPBACK and not _key():

@@ -111,7 +111,7 @@ def add_term(share: Share, block: Block) -> None:
     coefficient, active = share.coefficient[inside], None if share.all_active else share.active[inside]
     if term.correction is not None:
         factor = term.correction(chunk)
-        share.factors.append(factor)
+        share.factors.append(factor.clone())
         coefficient = coefficient * factor
         if active is not None:  # elsewhere a factor may be NaN: a given answer has no sampler's probability
             coefficient = torch.where(active, coefficient, 0.0)
@@ -127,7 +127,7 @@ def add_term(share: Share, block: Block) -> None:
         value = _add_autograd(term, chunk, support, coefficient, active, block.grad, by_token)
     if support is not None and by_token.total is not None:
         block.grad.add_of_tokens(by_token.total / block.temperature, drawn.p, chunk.token_ids)
-    share.values.append(value)
+    share.values.append(value.clone())  # a user's formula may give a view of a tensor that the next block overwrites
 
 
 def _add_autograd(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from opd.heads import Head
 from opd.losses import Need
 from opd.losses.protocol import needs
 from opd.records import Example, FullVocab, Mean, Rollout, SomeTokens, TeacherScores
@@ -70,25 +71,13 @@ class SpanTeacher:
     def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores | None]:
         """Targets [R] of the sampled tokens; None for an answer that the teacher cannot read at all."""
         readings = [self._reader.read(rollout) for rollout in rollouts]
+        head = self.inner.head() if isinstance(self.inner, GivesFullVocab) else None  # once: it may come from a file
         scores: list[TeacherScores | None] = [
-            None if given is None else self._scores(rollout, reading, *self._token_logp(reading, given))
+            None if given is None else self._scores(rollout, reading, *_token_logp(reading, given, head))
             for rollout, reading, given in zip(rollouts, readings, self._reader.ask(self.inner, readings), strict=True)
         ]
         self._metrics = measured(readings, scores)
         return scores
-
-    @torch.no_grad()
-    def _token_logp(self, reading: Reading, given: TeacherScores) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the teacher's own tokens, and which of them it knows."""
-        ids = torch.tensor(reading.rollout.token_ids)
-        if isinstance(given, FullVocab):
-            assert isinstance(self.inner, GivesFullVocab), "who sends hidden states has a head"
-            head = self.inner.head()
-            parts = zip(given.hidden.split(CHUNK), ids.to(given.hidden.device).split(CHUNK), strict=True)
-            logp = torch.cat([head.logits(h).log_softmax(-1).gather(-1, t[:, None])[:, 0] for h, t in parts]).cpu()
-        else:
-            logp = given.token_logp.cpu()
-        return logp, torch.ones_like(ids, dtype=torch.bool) if given.present is None else given.present.cpu()
 
     def _scores(self, rollout: Rollout, reading: Reading, logp: Tensor, known: Tensor) -> SomeTokens:
         targets = torch.zeros(len(rollout.token_ids))
@@ -106,6 +95,19 @@ class SpanTeacher:
     def close(self) -> None:
         """Closes the inner teacher."""
         self.inner.close()
+
+
+@torch.no_grad()
+def _token_logp(reading: Reading, given: TeacherScores, head: Head | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the teacher's own tokens, and which of them it knows."""
+    ids = torch.tensor(reading.rollout.token_ids)
+    if isinstance(given, FullVocab):
+        assert head is not None, "who sends hidden states has a head"
+        parts = zip(given.hidden.split(CHUNK), ids.to(given.hidden.device).split(CHUNK), strict=True)
+        logp = torch.cat([head.logits(h).log_softmax(-1).gather(-1, t[:, None])[:, 0] for h, t in parts]).cpu()
+    else:
+        logp = given.token_logp.cpu()
+    return logp, torch.ones_like(ids, dtype=torch.bool) if given.present is None else given.present.cpu()
 
 
 def shares(student_logp: Sequence[float], teacher_logp: float) -> list[float]:

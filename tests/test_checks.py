@@ -323,6 +323,14 @@ def test_an_adapter_that_cannot_be_merged_exactly(opd: list[str]) -> None:
     assert refusal("student=lora", *opd, "+student.lora.use_dora=true").startswith("student.lora.use_dora: ")
 
 
+def test_heads_in_turn_hold_those_of_one_term(opd: list[str]) -> None:
+    model = next(o.partition("=")[2] for o in opd if o.startswith("teacher.main.model="))
+    second = ["+teacher@teacher.start=local", f"teacher.start.model={model}", "+loss@loss.x=extrapolated"]
+    given = [*opd, *second, "loss.x.reference=start"]
+    assert refusal(*given, "engine.resident_heads=1").startswith("engine.resident_heads=1: loss.x compares 2 teachers")
+    assert prepare(*given, "engine.resident_heads=2")
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [("lr=-1.0", "Invalid learning rate: -1.0"), ("betas=[0.9]", "betas"), ("betas=[0.9,1.5]", "Invalid beta"),

@@ -257,6 +257,43 @@ def test_only_the_heads_that_a_chunk_needs_are_asked_for() -> None:
         assert torch.equal(~outcome.statistics[f"teacher/{name}/kl"].isnan(), there)
 
 
+def token_five(chunk: TokenChunk) -> Tensor:
+    """A view of the chunk's own tensor."""
+    return chunk.student_logp[:, 5]
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_a_formula_may_return_a_view_of_what_it_was_given(chunk: int) -> None:
+    """The logits' memory is used again for the gradient, after which a view would read that."""
+    problem = Problem()
+    terms = problem.terms(Formula(token_five))
+    got, grads, outcome = problem.run(terms, chunk=chunk)
+    expected, expected_grads = problem.plain(terms)
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(grads[0].double(), expected_grads[0], atol=2e-6)
+    logp = torch.log_softmax(problem.hidden @ problem.weight.T, -1)[:, 5]
+    there = problem.batch.term_weights["kl"] != 0
+    assert torch.allclose(outcome.values["kl"][there], logp[there], atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_likeliest_tokens_beyond_the_vocabulary_join_the_tail(chunk: int) -> None:
+    """A padded head may send ids that the student has not: as if they had not been sent."""
+    problem = Problem()
+    terms = [Term("kl", OnTopK(ReverseKL(), k=3), teacher="main"), Term("pg", PPOClip())]
+    logp = torch.log_softmax(problem.teacher.logits(problem.batch.teachers["main"].hidden), -1)
+    best, there = logp.topk(2), torch.ones(N, dtype=torch.bool)
+    results = []
+    for beyond, value in ((V + 9, -1.5), (0, -torch.inf)):
+        ids = torch.cat([torch.full((N, 1), beyond), best.indices], -1)
+        top = TopK(ids, torch.cat([torch.full((N, 1), value), best.values], -1))
+        payload = TeacherPayload(None, there, torch.zeros(N), top)
+        batch = replace(problem.batch, teachers={"main": payload})
+        results.append(problem.run(terms, chunk=chunk, batch=batch))
+    assert results[0][0].item() == results[1][0].item()
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
 @pytest.mark.parametrize("chunk", [4, 1000])
 def test_a_teacher_of_some_tokens_gives_the_same_as_one_of_all(chunk: int) -> None:
     """Top-5 and tail, and the sampled token's log-ratio: from log-probabilities that a server would send."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from opd.heads import Head
-from opd.scoring import Heads
+from opd.losses import Need, SampledKL
+from opd.prompts import Stream
+from opd.records import Example, Mean, Prompt, Reward, Rollout, SomeTokens
+from opd.scoring import Heads, TeacherStage
+from opd.terms import Term
 
 
 class Loads:
@@ -47,3 +52,34 @@ def test_at_most_so_many_heads_stay(resident: int | None, loads: list[int], most
         del head
     assert (list(heads), len(heads)) == (["0", "1", "2"], 3)
     assert ([teacher.loads for teacher in teachers.values()], Loads.most) == (loads, most)
+
+
+class Scripted:
+    """A teacher with the given answers."""
+
+    provides: ClassVar[frozenset[Need]] = frozenset({"sampled"})
+
+    def __init__(self, answers: list[SomeTokens | None]) -> None:
+        self.answers = answers
+
+    def tokenizer(self) -> object:
+        return None
+
+    def start(self) -> None: ...
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[SomeTokens | None]:
+        return self.answers
+
+    def close(self) -> None: ...
+
+
+def test_tokens_without_a_score_are_counted() -> None:
+    """Answers of 4, 3 and 2 tokens: the first scored but for one token, the second not at all, the third whole."""
+    lengths = (4, 3, 2)
+    prompt = Prompt("p", "main", [3], Example("p"))
+    rollouts = [Rollout(prompt, 0, [5] * n, [0.0] * n, "", "stop", 0) for n in lengths]
+    partly = SomeTokens(torch.zeros(4), present=torch.tensor([True, False, True, True]))
+    teachers: dict[str, Any] = {"main": Scripted([partly, None, SomeTokens(torch.zeros(2))])}
+    stage = TeacherStage(teachers, [Term("kl", SampledKL(), teacher="main")], {"main": Stream(1)})
+    stage.score(rollouts, [Reward(None)] * 3)
+    assert stage.metrics == {"teacher/main/missing": Mean(4.0, 9.0)}

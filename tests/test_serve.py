@@ -116,3 +116,10 @@ def test_health_and_the_servers_own_start_need_none(monkeypatch: pytest.MonkeyPa
 def test_without_a_key_in_the_environment_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPD_API_KEY", raising=False)
     assert answered("http", "/pooling") == [{"type": "inside"}]
+
+
+@pytest.mark.parametrize("flag", ["--host", "--port", "--model", "--middleware", "--api-key"])
+@pytest.mark.parametrize("form", ["{flag}=0.0.0.0", "{flag}"])
+def test_further_flags_cannot_undo_what_is_guarded(flag: str, form: str) -> None:
+    with pytest.raises(ValueError, match=f"args: {flag} is decided by"):
+        ServeConfig("t", args=[form.format(flag=flag), "0.0.0.0"])

@@ -58,6 +58,11 @@ def cut(answer: Answer) -> Answer:
     return replace(answer, cut=True)
 
 
+def garbled(answer: Answer) -> Answer:
+    """Says that the body is compressed, which it is not."""
+    return replace(answer, headers={**answer.headers, "content-encoding": "gzip"})
+
+
 def drip(seconds: float) -> Fault:
     """Sends one byte at a time."""
     return lambda answer: replace(answer, drip=seconds)

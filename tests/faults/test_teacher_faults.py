@@ -30,6 +30,7 @@ from tests.faults.teacher_stub import (
     cut,
     drip,
     edited,
+    garbled,
     hang,
     raw,
     status,
@@ -227,7 +228,7 @@ def test_a_wait_beyond_all_patience_ends_at_once(folder: Path, stubs: Any, rollo
     teacher.close()
 
 
-@pytest.mark.parametrize("faults", [[status(500), status(500)], [status(502), cut], [status(503), status(408)]])
+@pytest.mark.parametrize("faults", [[status(500), garbled], [status(502), cut], [status(503), status(408)]])
 def test_passing_errors_change_nothing(
     kind: str, faults: list[Fault], folder: Path, stubs: Any, rollouts: list[Rollout], truth: list[Tensor]
 ) -> None:
