@@ -1,5 +1,6 @@
 """Divergences seen through a view: each wrapper changes the two distributions, asks the divergence inside, and carries
-its gradient back to the student's logits. Views nest: `Toward` outermost, then `StopClass`, then the others.
+its gradient back to the student's logits. Views nest: `GatedByEntropy` outermost, then `Toward`, then `StopClass`, then
+the others.
 
 Two facts carry all of them. Lumping tokens into buckets: with b the bucket's probability and g the gradient in the
 bucket's log-odds, the logit gradient of a token v in it is g p_v / b. Renormalising over a set: the gradient inside the
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from opd.distributions import Distribution, likeliest
+from opd.losses.estimators import CrossEntropy
 from opd.losses.protocol import AnalyticLoss, ByGradient, Need, needs
 from opd.records import TokenChunk
 from opd.schedules import Scheduled, at
@@ -27,6 +29,9 @@ class View(ByGradient):
     """What all views share: the divergence inside, and its needs."""
 
     divergence: AnalyticLoss
+
+    def __post_init__(self) -> None:
+        _refuse_inside(self)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -41,7 +46,7 @@ class AtTemperature(View):
     temperature: Scheduled = 1.0
 
     def __post_init__(self) -> None:
-        _refuse_inside(self, Toward)
+        super().__post_init__()
         if isinstance(self.temperature, float) and self.temperature <= 0:
             raise ValueError(f"temperature={self.temperature}: must be positive")
 
@@ -104,7 +109,7 @@ class Toward(View):
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
         target = Distribution(self.target.logp(chunk))
-        return self.divergence.value_and_grad(replace(chunk, teacher=target))
+        return self.divergence.value_and_grad(replace(chunk, teacher=target, teacher_token_logp=None, teacher_top=None))
 
 
 @dataclass(frozen=True)
@@ -113,9 +118,6 @@ class StopClass(View):
 
     A base student that stops with another id than its teacher otherwise unlearns to stop (2609.20511).
     """
-
-    def __post_init__(self) -> None:
-        _refuse_inside(self, Toward)
 
     def value_and_grad(self, chunk: TokenChunk) -> tuple[Tensor, Tensor]:
         """Values [n], logit gradient [n, V]."""
@@ -172,7 +174,7 @@ class OnTopK(View):
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"k={self.k}: must be at least 1")
-        _refuse_inside(self, Toward, StopClass)
+        super().__post_init__()
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -248,22 +250,46 @@ def _between(chunk: TokenChunk, student_logp: Tensor, teacher_logp: Tensor) -> T
         chunk,
         student=Distribution(student_logp),
         teacher=Distribution(teacher_logp),
+        teacher_token_logp=None,
+        teacher_top=None,
+        support=None,
         reference=None,
         stop_ids=(),
         pool=None,
     )
 
 
-def _refuse_inside(view: View, *kinds: type) -> None:
-    """Views that read the whole vocabulary or the reference stand outside of those that change it."""
-    inner: object = view.divergence
+def _refuse_inside(view: View) -> None:
+    """Views that read what another changes stand outside of it; what is no divergence of two distributions, of all."""
+    if isinstance(view, GatedByEntropy):
+        return  # it changes nothing that a loss reads
+    outermost = (GatedByEntropy, Toward, StopClass)  # of these each stands outside of all that follow
+    outside = next((outermost[:n] for n, kind in enumerate(outermost) if isinstance(view, kind)), outermost)
+    name, inner = type(view).__name__, view.divergence
     while isinstance(inner, View):
-        if isinstance(inner, kinds):
+        if isinstance(inner, outside):
             raise ValueError(
-                f"divergence: {type(inner).__name__} inside {type(view).__name__} would not see the whole vocabulary; "
+                f"divergence: {type(inner).__name__} inside {name} would not see the two models' own distributions; "
                 f"nest them the other way round, {type(inner).__name__} outside"
             )
+        _refuse_second_support(view, inner)
         inner = inner.divergence
+    _refuse_second_support(view, inner)
+    others = sorted(inner.needs - needs("full_vocab", "top_k", "reference"))
+    if others or isinstance(inner, CrossEntropy):
+        asks = " and ".join(others) or "a text"
+        raise ValueError(
+            f"divergence: {type(inner).__name__} (of {asks}) is no divergence of two distributions, and {name} changes "
+            f"those alone; use e.g. opd.losses.ReverseKL inside, or {type(inner).__name__} without {name}"
+        )
+
+
+def _refuse_second_support(view: View, inner: AnalyticLoss) -> None:
+    if isinstance(view, OnTopK) and (isinstance(inner, OnTopK) or "top_k" in inner.needs):
+        raise ValueError(
+            f"divergence: {type(inner).__name__} inside OnTopK would take the likeliest of the likeliest tokens and of "
+            "their rest; keep one of the two"
+        )
 
 
 def _log(p: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ RULES = (
          "is {value:.3g} (under {threshold:g}): sampler and trainer disagree so much that few tokens carry all weight; "
          "check precision and weight sync, or correct it by loss.NAME.correction"),
     Rule("cosine", "diagnostics/cosine/(.+)", recent, False,
-         "is {value:.2f} (under {threshold:g}): the two terms pull against each other; schedule one after the other, "
+         "is {value:.2f} (under {threshold:g}): the two terms pull different ways; schedule one after the other, "
          "or lower a weight"),
 )  # fmt: skip
 

@@ -11,6 +11,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from opd.remote import RemoteError
+
 log = logging.getLogger(__name__)
 
 
@@ -19,8 +21,27 @@ def content_key(content: Any) -> str:
     return _digest(json.dumps(content, sort_keys=True, ensure_ascii=False))
 
 
+TROUBLES = {  # of SQLite's messages (sqlite3_errstr): those that say nothing of the file's contents
+    "locked": "another process has held it for a minute; end that one, and repeat the same command",
+    "disk is full": "make room on its disk, and repeat the same command",
+    "unable to open": "its folder must exist and be open to this user; then repeat the same command",
+    "readonly": "make it writable for this user, and repeat the same command",
+    "disk i/o": "its disk fails, or a quota is reached; mend that, and repeat the same command",
+}
+
+
+def trouble(error: sqlite3.Error) -> str | None:
+    """What to do where a database cannot be used although it is sound; None where the file may be damaged."""
+    said = str(error).lower()
+    return next((way_out for words, way_out in TROUBLES.items() if words in said), None)
+
+
 class AnswerCache:
     """A mapping from content keys to JSON values that survives restarts; threads, processes and runs may share it.
+
+    Keys say what was asked of which model name, not at which address: nothing is paid twice when a server moves to
+    another port. So within one folder a model name stands for one model; serve other weights under another name
+    (vLLM: --served-model-name), or give them another folder.
 
     Every entry carries a checksum: one that has been damaged counts as absent, so it is asked for again. A file that is
     damaged as a database is moved aside when it is opened, and what is sound in it taken over.
@@ -39,13 +60,17 @@ class AnswerCache:
             self._take_over(aside)
 
     def get(self, key: str) -> Any:
-        """The value, None where there is no sound one."""
+        """The value, None where there is no sound one.
+
+        Raises:
+            RemoteError: the file cannot be used, for a reason other than damage.
+        """
         try:
             with closing(self._connect()) as database:
                 row = database.execute("SELECT value, checksum FROM answers WHERE key = ?", (key,)).fetchone()
-        except sqlite3.OperationalError:  # busy for a minute, or a full disk: not a matter of contents
-            raise
         except sqlite3.DatabaseError as error:
+            if trouble(error):  # a miss would be paid for again
+                raise self._unusable(error) from error
             row = (str(error), "")
         if row is None:
             return None
@@ -56,11 +81,22 @@ class AnswerCache:
         return json.loads(row[0])
 
     def put(self, key: str, value: Any) -> None:
-        """Keeps a value; replaces a former one."""
+        """Keeps a value; replaces a former one.
+
+        Raises:
+            RemoteError: it cannot be written.
+        """
         text = json.dumps(value, ensure_ascii=False)
-        with closing(self._connect()) as database, database:
-            row = (key, text, _digest(f"{key} {text}"))
-            database.execute("INSERT OR REPLACE INTO answers (key, value, checksum) VALUES (?, ?, ?)", row)
+        try:
+            with closing(self._connect()) as database, database:
+                row = (key, text, _digest(f"{key} {text}"))
+                database.execute("INSERT OR REPLACE INTO answers (key, value, checksum) VALUES (?, ?, ?)", row)
+        except sqlite3.DatabaseError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: sqlite3.Error) -> RemoteError:
+        way_out = trouble(error) or "repeat the same command: what is damaged is then moved aside"
+        return RemoteError(f"the kept answers {self.path} cannot be used ({error}): {way_out}")
 
     def _connect(self) -> sqlite3.Connection:
         database = sqlite3.connect(self.path, timeout=60.0)
@@ -73,9 +109,9 @@ class AnswerCache:
             with closing(self._connect()) as database, database:
                 database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT, checksum TEXT)")
                 found = database.execute("PRAGMA quick_check(1)").fetchone()[0]
-        except sqlite3.OperationalError:  # busy for a minute, or a full disk: not a matter of contents
-            raise
         except sqlite3.DatabaseError as error:
+            if trouble(error):
+                raise self._unusable(error) from error
             return str(error)
         return None if found == "ok" else str(found)
 

@@ -18,6 +18,7 @@ from opd.remote import on_all_ranks
 from opd.rewards import Measured, RewardStage
 from opd.students import HFStudent, Sampler
 from opd.teachers import AnsweringTeacher
+from opd.templates import TemplateFault
 
 
 class Answers:
@@ -100,7 +101,11 @@ class Answers:
     def _draw(self, prompts: Sequence[Prompt], seed: int) -> list[Rollout]:
         rollouts = inside_vocabulary(self.sampler.sample(prompts, self.sampler.params, seed), self.vocab_size)
         for name, column in self.prompts.columns.items():
-            rollouts = [_with_column(r, name, text) for r, text in zip(rollouts, column.fill(rollouts), strict=True)]
+            try:
+                texts = column.fill(rollouts)
+            except TemplateFault as fault:
+                raise TemplateFault(f"data.columns.{name}.{fault}") from None
+            rollouts = [_with_column(r, name, text) for r, text in zip(rollouts, texts, strict=True)]
         return rollouts
 
     def judge(self, rollouts: Sequence[Rollout]) -> list[Reward]:

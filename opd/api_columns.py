@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opd.chat import ApiConfig, Chat
-from opd.judges import asked_by, compiled, names_in
+from opd.judges import SEEN, askable, asked_by
 from opd.records import Mean, Message, Rollout
+from opd.templates import compiled, names_in
 
 
 @dataclass
@@ -15,8 +16,8 @@ class ApiColumn:
     """What an API says of an example (`columns.NAME` of other templates): `data.columns.NAME`.
 
     A template that does not read `answer` asks once per example, and the text is a hint; one that does asks about every
-    answer of the student, and the text is a critique. What is refused, cut or empty is no text: a privileged teacher
-    then has no view of that row, and no score.
+    answer of the student, and the text is a critique. What is refused, cut or empty is no text, and neither is there
+    one for a row that lacks what the template uses: a privileged teacher then has no view of that row, and no score.
 
     Args:
         model: the name by which the API knows it.
@@ -33,7 +34,7 @@ class ApiColumn:
     streams: list[str] | None = None
 
     def __post_init__(self) -> None:
-        self._compiled = compiled(self.template)
+        self._compiled = compiled(self.template, SEEN)
         self.reads_answers = "answer" in names_in(self.template)
 
     def start(self) -> None:
@@ -45,16 +46,18 @@ class ApiColumn:
 
         Raises:
             RemoteError: the API is gone, or the budget is spent.
+            TemplateFault: the template fails.
         """
         asked = [i for i, r in enumerate(rollouts) if self.streams is None or r.prompt.stream in self.streams]
-        replies = self._chat.ask([self.messages(rollouts[i]) for i in asked])
+        chats = askable(self.messages, rollouts, asked)
+        replies = self._chat.ask(list(chats.values()))
         texts: list[str | None] = [None] * len(rollouts)
-        for place, reply in zip(asked, replies, strict=True):
+        for place, reply in zip(chats, replies, strict=True):
             texts[place] = reply.text if reply.kind == "usable" else None
         return texts
 
     def messages(self, rollout: Rollout) -> list[Message]:
-        """What the API is asked about an answer."""
+        """What the API is asked about an answer; fails as a judge's does."""
         return asked_by(self._compiled, rollout, self.system)
 
     def metrics(self) -> dict[str, Mean]:

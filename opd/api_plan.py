@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
+
+from jinja2 import UndefinedError
 
 from opd.api_columns import ApiColumn
 from opd.chat import ApiConfig, chat_of
 from opd.config import TrainConfig, nearest
-from opd.judges import Judge
+from opd.judges import Judge, askable
 from opd.ledger import Ledger, input_bound
 from opd.metrics import of_all_ranks
-from opd.prompts import Prompts
-from opd.records import Mean, Prompt, Rollout
+from opd.prompts import Column, Prompts
+from opd.records import Example, Mean, Prompt, Rollout
 from opd.rewards import LearnsFromPairs
 from opd.serve import LOOPBACK
 from opd.teachers import AnsweringTeacher, ApiTeacher
+from opd.templates import Lacks, TemplateFault
 
 ANSWER_BYTES = 4  # of a student's token, for the estimate alone
-SHOWN = 64  # examples that the estimate looks at
+SHOWN = 64  # examples of a stream that the estimate looks at, and that templates are tried on
+STAND_IN = "..."  # of an answer, and of a column that is made during the run
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ def expected(config: TrainConfig, prompts: Prompts) -> list[Expected]:
     for name, teacher in config.teacher.items():
         if isinstance(teacher, ApiTeacher):
             drawn = _answered(config, prompts, name)
-            chats = [input_bound(chat_of(prompt.example, teacher.system)) for _, some in drawn for prompt in some]
+            shown = [prompt for _, some in drawn for prompt in some]
+            bodies = [teacher.api.body(teacher.model, chat_of(prompt.example, teacher.system)) for prompt in shown]
+            chats = [input_bound(body) for body in bodies]
             found.append(_expected(f"teacher.{name}", teacher.api, sum(count for count, _ in drawn), chats))
     shared = set()
     for name, term in config.reward.items():
@@ -82,7 +88,8 @@ def _of_answers(
 ) -> Expected:
     text = "x" * (ANSWER_BYTES * config.sampler.params.max_tokens)
     shown = [Rollout(prompt, 0, [], [], text, "stop", 0) for _, some in drawn for prompt in some]
-    inputs = [input_bound(part.messages(rollout)) for rollout in shown]
+    chats = askable(part.messages, shown, range(len(shown))).values()
+    inputs = [input_bound(part.api.body(part.model, chat)) for chat in chats]
     return _expected(key, part.api, sum(count for count, _ in drawn), inputs)
 
 
@@ -124,7 +131,7 @@ def _columned(config: TrainConfig, prompts: Prompts, column: ApiColumn) -> list[
     """(requests, some of the prompts) per stream that gets the column: per answer, or once per example."""
     drawn = []
     for name, stream in config.data.streams.items():
-        if stream.answers == "student" and (column.streams is None or name in column.streams):
+        if stream.answers == "student" and _asks_about(column, name):
             answers = config.steps * stream.prompts * stream.samples * (1 + stream.refill_rounds)
             count = answers if column.reads_answers else min(answers, len(prompts.examples[name]))
             drawn.append((count, _some(prompts, name)))
@@ -132,7 +139,8 @@ def _columned(config: TrainConfig, prompts: Prompts, column: ApiColumn) -> list[
 
 
 def _some(prompts: Prompts, stream: str) -> list[Prompt]:
-    return [Prompt("", stream, ids, example) for ids, example in prompts.examples[stream][:SHOWN]]
+    shown = prompts.examples[stream][:SHOWN]
+    return [Prompt("", stream, ids, _with_columns(example, stream, prompts.columns)) for ids, example in shown]
 
 
 def spending(config: TrainConfig) -> dict[str, Mean]:
@@ -189,6 +197,99 @@ def keyless(config: TrainConfig) -> list[str]:
         for key, remote in asking.items()
         if not os.environ.get(remote.api_key_env) and not all(urlsplit(url).hostname in LOOPBACK for url in remote.urls)
     ]
+
+
+def try_templates(config: TrainConfig, prompts: Prompts) -> None:
+    """Renders every template of a judge or column for the first examples of every stream that it is asked about.
+
+    Raises:
+        ValueError: one fails, or uses what no example of a stream has; names every such template.
+    """
+    faults = []
+    for name, term in config.reward.items():
+        if isinstance(judge := term.function, Judge):
+            faults += _of_part(
+                f"reward.{name}",
+                judge,
+                {**_training(config, prompts, judge), **_heldout(config, prompts, judge)},
+                config.data.columns,
+            )
+    made: dict[str, Column] = {}
+    for name, column in config.data.columns.items():
+        if isinstance(column, ApiColumn):
+            faults += _of_part(f"data.columns.{name}", column, _training(config, prompts, column), made)
+        made[name] = column
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _with_columns(example: Example, stream: str, columns: Mapping[str, Column]) -> Example:
+    """The example with a stand-in for every column that the stream gets during the run."""
+    made = {
+        name: STAND_IN
+        for name, column in columns.items()
+        if stream != "heldout" and (not isinstance(column, ApiColumn) or _asks_about(column, stream))
+    }
+    return replace(example, columns={**example.columns, **made})
+
+
+def _asks_about(part: Judge | ApiColumn, stream: str) -> bool:
+    """Whether answers of the stream are shown to the part."""
+    return part.streams is None or stream in part.streams
+
+
+def _training(config: TrainConfig, prompts: Prompts, part: Judge | ApiColumn) -> dict[str, Iterable[Example]]:
+    return {
+        name: (example for _, example in prompts.examples[name])
+        for name, stream in config.data.streams.items()
+        if stream.answers == "student" and _asks_about(part, name)
+    }
+
+
+def _heldout(config: TrainConfig, prompts: Prompts, judge: Judge) -> dict[str, Iterable[Example]]:
+    problems = prompts.evaluation(config.eval.problems, config.eval.samples)
+    return {"heldout": [problem.example for problem in problems]} if problems and judge.judges("heldout") else {}
+
+
+def _of_part(
+    key: str, part: Judge | ApiColumn, streams: Mapping[str, Iterable[Example]], columns: Mapping[str, Column]
+) -> Iterator[str]:
+    """What is wrong with the template of one part: the first fault found, if there is one."""
+    for stream, examples in streams.items():
+        told = (_with_columns(example, stream, columns) for example in examples)
+        try:
+            lacking = _lacking(part, stream, told)
+        except TemplateFault as fault:
+            yield f"{key}.{fault}"
+            return
+        if lacking is not None:
+            yield (
+                f"{key}.template: no example of stream {stream} has all that it uses ({lacking}): correct it, make "
+                "what may be missing optional by {% if columns.NAME is defined %} or {% if reference is defined %}, or "
+                f"leave the stream out of {key}.streams"
+            )
+            return
+
+
+def _lacking(part: Judge | ApiColumn, stream: str, examples: Iterable[Example]) -> str | None:
+    """What is missing, where every single example lacks something; an answer's text may lack what it likes.
+
+    Raises:
+        TemplateFault: the template fails for another reason.
+    """
+    lacking, fits = None, False
+    for number, example in enumerate(examples):
+        if fits and number >= SHOWN:
+            break
+        try:
+            part.messages(Rollout(Prompt("", stream, [], example), 0, [], [], STAND_IN, "stop", 0))
+        except Lacks as error:
+            lacking = str(error)
+            continue
+        except UndefinedError:
+            pass
+        fits = True
+    return None if fits else lacking
 
 
 API_RULES = (_answers_are_there, _judged_streams_exist)

@@ -25,6 +25,7 @@ from opd.records import (
 )
 from opd.rows import Row
 from opd.terms import Term
+from opd.token_statistics import student_beside
 from opd.weighting import Facts
 
 Factors = list[list[float]]  # per row, per trainable token
@@ -177,8 +178,10 @@ def _row_value(row: Row, loss: RowLoss, term: Term, fact: Mapping[str, Tensor], 
         None if name is None else fact.get(f"teacher/{name}/token_logp", unknown)
         for name in (term.teacher, term.reference)
     )
+    student = student_beside(fact, term.teachers)
     sampler = torch.tensor([row.rollout.logp[position] for position in row.trainable])
-    return loss.of_row(TokenRow(fact["student/token_logp"], sampler, teacher, reference, progress))
+    sampler += student - fact["student/token_logp"]  # as in `restricted`: a ratio of the two stays what it was
+    return loss.of_row(TokenRow(student, sampler, teacher, reference, progress))
 
 
 def _row_log_ratio(row: Row, facts: Facts, index: int) -> float:

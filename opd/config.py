@@ -202,7 +202,8 @@ def _construct(target: Any, node: Mapping[str, Any], path: str, extra: AbstractS
 def nearest(key: str, valid: set[str], kind: str = "keys") -> str:
     """A hint that names the closest of the valid keys (or names of another kind)."""
     close = get_close_matches(key, sorted(valid), n=2, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; valid {kind}: {', '.join(sorted(valid)[:40])}"
+    listed = ", ".join(sorted(valid)[:40]) + (" (~KEY drops what an experiment has set)" if kind == "keys" else "")
+    return f"; did you mean {' or '.join(close)}?" if close else f"; valid {kind}: {listed}"
 
 
 def _locate(name: str, path: str) -> Any:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar, Literal
 
-from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, UndefinedError
 
 from opd.chat import ApiConfig, Chat
 from opd.records import Mean, Message, Rollout
+from opd.templates import compiled, rendered
 
 SEEN = {"prompt", "answer", "reference", "columns"}
-ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 FENCE = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 
 
@@ -27,13 +26,15 @@ class Judge:
 
     It runs in the trainer's process: what bounds its time is `api.remote`, not `reward_policy.time_limit`. A verdict
     that is refused, cut, or not read as the template demands gives no reward, and is counted (`reward/<name>/unread`).
+    A row that lacks what the template uses is not asked about and has no reward.
     Judges of one run with the same model, template and settings share one request per answer, so several parts of a
     rubric are several rewards that differ in `part` alone; with credit=gdpo each is normalised by itself.
 
     Args:
         model: the name by which the API knows it.
         template: Jinja text of the user message; sees `prompt` (as text), `answer` (the student's), `reference` (the
-            example's answer) and `columns` (its further columns).
+            example's answer) and `columns` (its further columns). What does not exist, or is null, is undefined: ask
+            first, by `{% if reference is defined %}`.
         api: how to ask it, and what that may cost.
         part: name of the tag, or key, that holds the score.
         form: `tag`: exactly one <part>number</part> anywhere in the text; `json`: the text is one JSON object, perhaps
@@ -61,7 +62,7 @@ class Judge:
             raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
         if not re.fullmatch(r"\w+", self.part):
             raise ValueError(f"part={self.part!r}: must be one word of letters, digits and _")
-        self._compiled = compiled(self.template)
+        self._compiled = compiled(self.template, SEEN)
 
     def start(self) -> None:
         """Opens ledger and cache; the first request connects."""
@@ -72,11 +73,13 @@ class Judge:
 
         Raises:
             RemoteError: the API is gone, or the budget is spent.
+            TemplateFault: the template fails.
         """
         judged = [i for i, rollout in enumerate(rollouts) if self.judges(rollout.prompt.stream)]
-        replies = self._chat.ask([self.messages(rollouts[i]) for i in judged])
+        chats = askable(self.messages, rollouts, judged)
+        replies = self._chat.ask(list(chats.values()))
         scores: list[float | None] = [None] * len(rollouts)
-        for place, reply in zip(judged, replies, strict=True):
+        for place, reply in zip(chats, replies, strict=True):
             if reply.kind == "usable":
                 scores[place] = self.read(reply.text, rollouts[place].text)
                 self._unread[scores[place] is None] += 1
@@ -87,7 +90,12 @@ class Judge:
         return self.streams is None or stream in self.streams
 
     def messages(self, rollout: Rollout) -> list[Message]:
-        """What the judge is asked about an answer."""
+        """What the judge is asked about an answer.
+
+        Raises:
+            UndefinedError: the row lacks something that the template uses.
+            TemplateFault: the template fails for another reason.
+        """
         return asked_by(self._compiled, rollout, self.system)
 
     def read(self, text: str, answer: str = "") -> float | None:
@@ -111,33 +119,29 @@ class Judge:
 
 
 def asked_by(template: Template, rollout: Rollout, system: str | None) -> list[Message]:
-    """The chat that asks about an answer: the rendered template, under a system message if one is given."""
+    """The chat that asks about an answer: the rendered template, under a system message if one is given.
+
+    Raises:
+        UndefinedError, TemplateFault: as `opd.templates.rendered`.
+    """
     example = rollout.prompt.example
-    text = template.render(
-        prompt=rollout.prompt.text, answer=rollout.text, reference=example.answer, columns=example.columns
-    )
+    seen = {"prompt": rollout.prompt.text, "answer": rollout.text, "reference": example.answer}
+    text = rendered(template, {**seen, "columns": example.columns})
     above: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     return [*above, {"role": "user", "content": text}]
 
 
-def names_in(template: str) -> set[str]:
-    """What a template reads."""
-    return meta.find_undeclared_variables(ENVIRONMENT.parse(template))
-
-
-def compiled(template: str) -> Template:
-    """The template, sandboxed.
-
-    Raises:
-        ValueError: it is no valid Jinja, or names something that a judge does not see.
-    """
-    try:
-        unknown = sorted(names_in(template) - SEEN)
-        if not unknown:
-            return ENVIRONMENT.from_string(template)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"template: no valid Jinja ({error.message}, line {error.lineno})") from error
-    raise ValueError(f"template: there is no {unknown[0]!r}; it may use {', '.join(sorted(SEEN))}")
+def askable(
+    messages: Callable[[Rollout], list[Message]], rollouts: Sequence[Rollout], places: Iterable[int]
+) -> dict[int, list[Message]]:
+    """Place -> chat of the answers that can be asked about; the others lack something that the template uses."""
+    chats = {}
+    for place in places:
+        try:
+            chats[place] = messages(rollouts[place])
+        except UndefinedError:
+            continue
+    return chats
 
 
 def _tagged(text: str, part: str) -> float | None:

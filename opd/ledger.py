@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,15 @@ from typing import Any
 
 import httpx
 
+from opd.answer_cache import trouble
 from opd.remote import RemoteError
 
-NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.LocalProtocolError)
+NOT_SENT = (
+    httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.LocalProtocolError, httpx.UnsupportedProtocol,
+)  # fmt: skip
 MESSAGE_TOKENS, REQUEST_TOKENS = 16, 64  # more than any chat template puts around a message and around them all
+EXPLAINED_TOKENS = 1024  # the same for what it says of tools, or of the form of the answer
+EXPLAINED = ("tools", "functions", "response_format")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS spent (requests INTEGER, input INTEGER, output INTEGER, money REAL);
 INSERT INTO spent SELECT 0, 0, 0, 0.0 WHERE NOT EXISTS (SELECT 1 FROM spent);
@@ -82,7 +88,7 @@ class Totals:
 class Ledger:
     """One account's ledger, as a meter of requests (`opd.remote.Meter`); several processes may share the file.
 
-    An attempt is entered at its largest possible cost before it is sent: every byte of the messages a token, and
+    An attempt is entered at its largest possible cost before it is sent: every byte of the request a token, and
     `max_tokens` of output. The answer's own count replaces that. An attempt that was refused costs nothing; one that
     broke off or timed out may have been billed, and stays at its largest cost.
     """
@@ -104,7 +110,7 @@ class Ledger:
         Raises:
             BudgetSpent: it would not fit although none is under way.
         """
-        worst = (input_bound(body["messages"]), output_limit(body))
+        worst = (input_bound(body), output_limit(body))
         with self._settled:
             while (number := self._enter(*worst)) is None:
                 if not self._under_way:
@@ -113,17 +119,20 @@ class Ledger:
             self._under_way += 1
         return number
 
-    def after(self, number: int, outcome: httpx.Response | httpx.TransportError) -> None:
-        """Replaces the largest cost of an attempt by what it did cost."""
+    def after(self, number: int, outcome: httpx.Response | httpx.RequestError | None) -> None:
+        """Replaces the largest cost of an attempt by what it did cost; None: nobody knows what came of it.
+
+        Raises:
+            RemoteError: the ledger cannot be written; the attempt then stays at its largest cost.
+        """
         refused = isinstance(outcome, httpx.Response) and outcome.status_code != 200
         usage = {} if refused or not isinstance(outcome, httpx.Response) else _usage(outcome)
         with self._settled:
-            if refused or isinstance(outcome, NOT_SENT):
-                self._leave(number, None)
-            else:
-                self._leave(number, usage)
-            self._under_way -= 1
-            self._settled.notify_all()
+            try:
+                self._leave(number, None if refused or isinstance(outcome, NOT_SENT) else usage)
+            finally:  # whoever waits for it must not wait for ever
+                self._under_way -= 1
+                self._settled.notify_all()
 
     def totals(self) -> Totals:
         """What has been spent, by all runs that share the ledger."""
@@ -166,10 +175,10 @@ class Ledger:
             yield database
             database.execute("COMMIT")
         except sqlite3.DatabaseError as error:
-            raise RemoteError(
-                f"{self.key}: the ledger {self.path} cannot be used ({error}); if it is damaged, move it away: what "
-                "was spent before is then not counted, so lower the budget by it"
-            ) from error
+            way_out = trouble(error) or (
+                "it is damaged: move it away; what was spent before is then not counted, so lower the budget by it"
+            )
+            raise RemoteError(f"{self.key}: the ledger {self.path} cannot be used ({error}): {way_out}") from error
         finally:
             database.close()
 
@@ -184,9 +193,15 @@ class Ledger:
         )
 
 
-def input_bound(messages: Any) -> int:
-    """No tokenizer that works on bytes makes more tokens of a chat."""
-    return REQUEST_TOKENS + sum(MESSAGE_TOKENS + len(str(message["content"]).encode()) for message in messages)
+def input_bound(body: Mapping[str, Any]) -> int:
+    """No tokenizer that works on bytes makes more tokens of a request: all of its JSON counts, tools and forms too.
+
+    Those are counted as chat templates write them, indented and with an explanation.
+    """
+    explained = any(name in body for name in EXPLAINED)
+    text = json.dumps(body, ensure_ascii=False, indent=4 if explained else None)
+    around = REQUEST_TOKENS + MESSAGE_TOKENS * len(body["messages"]) + EXPLAINED_TOKENS * explained
+    return around + len(text.encode(errors="surrogatepass"))
 
 
 def output_limit(body: Mapping[str, Any]) -> int:

@@ -60,8 +60,8 @@ class TopK:
     logp: Tensor  # [R, K] nats
 
     def within(self, vocab_size: int) -> TopK:
-        """Without ids that are not below `vocab_size`: a head may be padded beyond the other model's."""
-        known = self.ids < vocab_size
+        """Without ids outside the vocabulary: a head may be padded beyond the other model's."""
+        known = (self.ids >= 0) & (self.ids < vocab_size)
         return TopK(self.ids.where(known, 0), self.logp.where(known, -torch.inf))
 
     def at(self, positions: slice | Sequence[int] | Tensor) -> TopK:

@@ -205,7 +205,8 @@ class Remote:
         except _Passing as failure:
             raise RemoteError(
                 f"{self.key}: no usable answer from {', '.join(self.config.urls)} within {self.config.give_up_after:g} "
-                f"seconds ({failure}). Start the server again and repeat the same command: the run continues."
+                f"seconds ({failure}). Start the server, or correct remote.urls, and repeat the same command: a run "
+                "that had begun continues."
             ) from failure
 
     def _pause(self, state: RetryCallState) -> float:

@@ -12,6 +12,7 @@ What a function can do wrong, and what comes of it (`on_error` is the policy, co
 | raises, or its process dies             | RewardError      | the bad rows have no reward: `reward/errors`       |
 | runs past `time_limit`                  | RewardTimeout    | the bad rows have no reward: `reward/timeouts`     |
 | raises RemoteError (a judge is gone)    | RemoteError      | RemoteError: it would fail for every row           |
+| raises TemplateFault (a judge's config) | TemplateFault    | TemplateFault, likewise                            |
 
 To find the bad rows, the rows are asked one by one. A row alone gets an eighth of `time_limit`, all of them together
 `time_limit` plus an eighth of what they might take; rows not reached by then are lost too. The start of a process after
@@ -36,6 +37,7 @@ from opd.records import Mean, Reward, Rollout
 from opd.remote import RemoteError
 from opd.reward_worker import Answer, ContractError, RewardWorker, TimedOut, run_function
 from opd.students import HFStudent
+from opd.templates import TemplateFault
 
 log = logging.getLogger(__name__)
 
@@ -269,6 +271,8 @@ class RewardStage:
             answer = self._worker.call(term.function, rollouts, limit)
         if isinstance(answer, RemoteError):
             raise answer
+        if isinstance(answer, TemplateFault):
+            raise TemplateFault(f"reward.{term.name}.{answer}") from None
         if isinstance(answer, ContractError):
             raise RewardError(f"{term.label} {answer}") from answer.__cause__
         return answer

@@ -13,7 +13,7 @@ import torch
 
 from opd import ranks
 from opd.answers import Answers, inside_vocabulary
-from opd.api_plan import spending
+from opd.api_plan import spending, try_templates
 from opd.batching import make_batch
 from opd.checkpoint import Checkpoints, lock_run_dir, move_aside, read_state
 from opd.checks import check
@@ -67,6 +67,7 @@ class Run:
         self.prompts = Prompts(self.config.data, self.tokenizer, self.config.seed)
         check_sources(self.terms, self.prompts)
         self.teachers.check_examples(self.prompts.told)
+        try_templates(self.config, self.prompts)
         self.answers = Answers(self.prompts, self.sampler, self.rewards, self.tokenizer, self.teachers.answering)
         self.latest = None if self.config.resume == "never" else self.checkpoints.latest()
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 KEY_ENV = "OPD_API_KEY"
@@ -46,6 +47,8 @@ class ServeConfig:
     args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not Path(self.model).is_dir() and (self.model.startswith(("/", ".", "~")) or self.model.count("/") > 1):
+            raise ValueError(f"model={self.model}: no such folder; give one, or the name of a model on the hub")
         given = [argument.partition("=")[0] for argument in self.args]
         for flag in given:
             if flag in OWNED:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 from opd.config import TrainConfig, nearest
 from opd.losses import Need, RowLoss
 from opd.losses.protocol import declared_needs
-from opd.teachers import GivesFullVocab, Teacher
+from opd.teachers import CrossTokenizerTeacher, GivesFullVocab, OwnTokens, Teacher
 from opd.terms import Term
 from opd.weighting import EarlyDisagreement
 
@@ -114,7 +114,7 @@ def _needs_are_met(config: TrainConfig) -> Iterator[str]:
                 yield (
                     f"loss.{name} ({kind(term)}) needs {', '.join(lacking)} scores; teacher.{teacher_name} "
                     f"({type(teacher).__name__}) provides {', '.join(sorted(teacher.provides))}: "
-                    f"{_of_text(teacher_name) if teacher.provides == {'text'} else 'use another loss or teacher'}"
+                    f"{_way_out(teacher_name, teacher, lacking)}"
                 )
             elif teacher is not None and teacher.provides == {"text"}:
                 yield (
@@ -126,6 +126,16 @@ def _needs_are_met(config: TrainConfig) -> Iterator[str]:
                     f"loss.{name}.k={term.loss.k}: teacher.{teacher_name} ({type(teacher).__name__}) gives "
                     f"{teacher.k} tokens at every position; lower loss.{name}.k, or raise teacher.{teacher_name}.k"
                 )
+
+
+def _way_out(name: str, teacher: Teacher, lacking: list[Need]) -> str:
+    if teacher.provides == {"text"}:
+        return _of_text(name)
+    if isinstance(teacher, CrossTokenizerTeacher) and lacking == ["ranked"]:
+        return f"set teacher.{name}.strategy=ranked, or use a loss that compares tokens by id"
+    if isinstance(teacher, CrossTokenizerTeacher) and teacher.strategy == "ranked":
+        return f"set teacher.{name}.strategy=shared (or marginal), or use loss gold or uld"
+    return "use another loss or teacher"
 
 
 def _of_text(teacher: str) -> str:
@@ -142,8 +152,11 @@ def scores(term: Term) -> list[Need]:
 
 
 def _provides(teacher: Teacher, need: Need) -> bool:
-    """Who knows every token's probability knows those of the likeliest tokens, of the sampled one, and their ranks."""
-    return need in teacher.provides or (need in ("top_k", "sampled", "ranked") and "full_vocab" in teacher.provides)
+    """Who knows every token's probability knows those of the likeliest tokens, of the sampled one, and their ranks; of
+    common tokens alone no ranks, as what is to be ranked is left out.
+    """
+    implied = ("top_k", "sampled") if isinstance(teacher, OwnTokens) else ("top_k", "sampled", "ranked")
+    return need in teacher.provides or (need in implied and "full_vocab" in teacher.provides)
 
 
 def _corrections_fit(config: TrainConfig) -> Iterator[str]:
@@ -162,6 +175,19 @@ def _row_values_are_made(config: TrainConfig) -> Iterator[str]:
             yield (
                 f"loss.{name} ({kind(term)}): its `needs` names row_value, and it has no method of_row(row) that makes "
                 "the values; add one (opd.losses.RowLoss)"
+            )
+
+
+def _rows_have_one_support(config: TrainConfig) -> Iterator[str]:
+    for name, term in config.loss.items():
+        pair = [config.teacher[key] for key in dict.fromkeys(term.teachers) if key in config.teacher]
+        apart = [t for t in pair if isinstance(t, OwnTokens) and "full_vocab" in t.provides]
+        if "row_value" in term.loss.needs and len(pair) > 1 and apart:
+            yield (
+                f"loss.{name} ({kind(term)}) looks at whole rows, where teacher.{term.teacher} "
+                f"({type(pair[0]).__name__}) and the reference teacher.{term.reference} ({type(pair[1]).__name__}) are "
+                "each known on their own common tokens, not on the same ones: use a loss of single tokens (gamma=0), "
+                f"or set loss.{name}.reference=null"
             )
 
 
@@ -219,5 +245,5 @@ def kind(term: Term) -> str:
 
 TERM_RULES = (
     _terms_exist, _teachers_exist, _needs_are_known, _abilities_are_real, _needs_are_met, _corrections_fit,
-    _row_values_are_made, _sampler_tops_are_kept, _weighers_fit,
+    _row_values_are_made, _rows_have_one_support, _sampler_tops_are_kept, _weighers_fit,
 )  # fmt: skip

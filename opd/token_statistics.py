@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from opd.shared_vocabulary import given, of_token
 TOP = 16
 SAMPLED_ABOVE = 2**13  # larger vocabularies get what needs a top-k on a sample of tokens
 EVERY = 16  # of how many tokens one is in the sample
+STUDENT_LOGP = "student_token_logp"  # only beside a teacher with which it is compared on common tokens
 
 
 class TokenStatistics:
@@ -25,7 +26,8 @@ class TokenStatistics:
     student to it; `entropy`; `entropy_gap`, the student's minus its own; `stop_mass`; and what `top_statistics` says of
     the likeliest tokens, over a large vocabulary for one token in sixteen. Of one that gives its likeliest tokens:
     `top_mass`, their probability. Of one with other tokens `shared_mass` and `student_shared_mass`, the two models'
-    probability of the common ones, and all others among these.
+    probability of the common ones, and all others among these; `student_token_logp`, the student's of the sampled
+    token as it is compared with `token_logp`, at temperature 1.
     """
 
     def __init__(self, first: int, vocabulary: int) -> None:
@@ -50,7 +52,8 @@ class TokenStatistics:
                 if scores.restricts:
                     student = given(student, scores.support)
                     seen, theirs["student_entropy"] = student.logp[sample], -row_dots(student.p, student.logp)
-            theirs["student_token_logp"] = of_token(student, chunk.token_ids)
+                    theirs[STUDENT_LOGP] = of_token(student, chunk.token_ids)
+            theirs["own_token_logp"] = theirs.get(STUDENT_LOGP, of_token(student, chunk.token_ids))
             if scores.top is not None:
                 theirs["top_mass"] = scores.top.logp.exp().sum(-1)
             if (teacher := scores.full) is not None:
@@ -70,7 +73,7 @@ class TokenStatistics:
         for name, there in present.items():
             prefix = f"teacher/{name}/"
             theirs = {key.removeprefix(prefix): found.pop(key) for key in list(found) if key.startswith(prefix)}
-            entropy, token_logp = theirs.pop("student_entropy"), theirs.pop("student_token_logp")
+            entropy, token_logp = theirs.pop("student_entropy"), theirs.pop("own_token_logp")
             theirs["delta"] = (theirs["token_logp"] - token_logp).masked_fill(sampler_logp.isnan(), torch.nan)
             if "entropy" in theirs:
                 theirs["entropy_gap"] = entropy - theirs["entropy"]
@@ -88,6 +91,15 @@ class TokenStatistics:
         for key, value in tops.items():
             spread[key][-self.first % self.every :: self.every] = value
         return spread
+
+
+def student_beside(facts: Mapping[str, Tensor], teachers: Sequence[str]) -> Tensor:
+    """The student's log-probabilities [R] of a row's sampled tokens, as its teachers are compared with it: given that
+    the token is a common one, where the first of them that has other tokens scored it.
+    """
+    whole = facts["student/token_logp"]
+    found = [facts[key] for name in teachers if (key := f"teacher/{name}/{STUDENT_LOGP}") in facts]
+    return torch.where(found[0].isnan(), whole, found[0]) if found else whole
 
 
 def top_statistics(student_logp: Tensor, teacher_logp: Tensor) -> dict[str, Tensor]:

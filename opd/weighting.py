@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, isnan
+from math import exp, inf, isnan
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from opd import ranks
 from opd.losses import Need
 from opd.rows import Row
+from opd.token_statistics import student_beside
 
 Facts = Sequence[Mapping[str, Tensor]]  # per row: statistic name -> values of its trainable tokens
 
@@ -155,7 +156,7 @@ class ByPerplexity:
         return self.side != "all"
 
     def weigh(self, rows: Sequence[Row], facts: Facts) -> list[list[float]]:
-        """The row's share on each of its tokens; 0 for a row that the teacher has not scored."""
+        """The row's share on each of its tokens; of the teacher's scores those that are there, 0 without any."""
         scores = [self._log_weight(row, fact) for row, fact in zip(rows, facts, strict=True)]
         groups: dict[tuple[str, str], list[float]] = defaultdict(list)
         for row, score in zip(rows, scores, strict=True):
@@ -171,7 +172,7 @@ class ByPerplexity:
         if not row.trainable or not self._counts(row):
             return None
         name = "student/token_logp" if self.of == "student" else f"teacher/{self.teacher}/token_logp"
-        mean = _fact(fact, name).double().mean().item()
+        mean = _fact(fact, name).double().nanmean().item()
         return None if isnan(mean) else (-mean if self.of == "student" else mean) / self.tau
 
     def _counts(self, row: Row) -> bool:
@@ -190,7 +191,7 @@ class TopShare:
     """Keeps the `share` of tokens with the highest score, over the whole batch and all ranks.
 
     `entropy`: the student's (REOPOLD, 2603.11137). `divergence`: KL to the teacher. `soft_or`: h + d - h d of both,
-    scaled to [0, 1] over the batch (TIP, 2604.14084).
+    scaled to [0, 1] over the batch (TIP, 2604.14084). A token that the teacher has not scored is not among them.
     """
 
     share: float = 0.5
@@ -212,11 +213,10 @@ class TopShare:
         """1 for kept tokens, 0 for the others."""
         ranges = self._ranges(facts)  # once: all ranks take part
         scores = [self._score(fact, *ranges) for fact in facts]
-        everyone = torch.tensor([s for part in ranks.gather([s for row in scores for s in row]) for s in part])
-        if len(everyone) == 0:
-            return [[] for _ in rows]
+        local = [score for row in scores for score in row if not isnan(score)]
+        everyone = torch.tensor([score for part in ranks.gather(local) for score in part])
         kept = max(1, round(self.share * len(everyone)))
-        threshold = everyone.topk(kept).values[-1].item()
+        threshold = everyone.topk(kept).values[-1].item() if len(everyone) else inf
         return [[float(score >= threshold) for score in row] for row in scores]
 
     def _ranges(self, facts: Facts) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -233,7 +233,7 @@ class TopShare:
         entropy = _fact(fact, "student/entropy")
         if self.score == "entropy":
             return entropy.tolist()
-        divergence = _fact(fact, f"teacher/{self.teacher}/kl").nan_to_num(0.0)
+        divergence = _fact(fact, f"teacher/{self.teacher}/kl")
         if self.score == "divergence":
             return divergence.tolist()
         entropy, divergence = _scaled(entropy, h), _scaled(divergence, d)
@@ -264,7 +264,9 @@ class EarlyDisagreement:
         return [self._row(fact) for fact in facts]
 
     def _row(self, fact: Mapping[str, Tensor]) -> list[float]:
-        teacher, student = _fact(fact, f"teacher/{self.teacher}/token_logp"), _fact(fact, "student/token_logp")
+        if not fact:
+            return []
+        teacher, student = _fact(fact, f"teacher/{self.teacher}/token_logp"), student_beside(fact, [self.teacher])
         gap = (teacher - student).abs().nan_to_num(0.0)
         before = gap.cumsum(0) - gap
         return (1.0 + self.gamma * (1.0 - before / gap.sum().clamp(min=1e-12))).tolist()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import UndefinedError
 
 from opd.records import Example, Message, Reward, Rollout
+from opd.templates import compiled, names_in, rendered
 
 OF_EXAMPLE = {"prompt", "answer", "source", "columns"}
 OF_VERDICTS = {"sibling", "reward", "parts"}
@@ -28,18 +27,8 @@ class View:
     """
 
     def __init__(self, template: str) -> None:
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-        try:
-            self._template = environment.from_string(template)
-            names = meta.find_undeclared_variables(environment.parse(template))
-        except TemplateSyntaxError as error:
-            raise ValueError(f"template: no valid Jinja ({error.message}, line {error.lineno})") from error
-        unknown = sorted(names - OF_EXAMPLE - OF_VERDICTS)
-        if unknown:
-            raise ValueError(
-                f"template: there is no {unknown[0]!r}; it may use {', '.join(sorted(OF_EXAMPLE | OF_VERDICTS))} "
-                f"(a column of the data by columns.{unknown[0]})"
-            )
+        self._template = compiled(template, OF_EXAMPLE | OF_VERDICTS, " (a column of the data by columns.{name})")
+        names = names_in(template)
         self.reads_siblings = "sibling" in names
         self.reads_verdicts = bool(names & OF_VERDICTS)
 
@@ -47,34 +36,27 @@ class View:
         """The example with the prompt that the teacher gets; None where something that it needs does not exist.
 
         Raises:
-            ValueError: the template fails for another reason.
+            TemplateFault: the template fails for another reason.
         """
         messages = example.prompt
         known = {
             "prompt": messages if isinstance(messages, str) else messages[_asking(messages)]["content"],
             "answer": example.answer,
             "source": example.source,
-            "columns": _there(example.columns),
+            "columns": example.columns,
             "sibling": sibling,
             "reward": reward.value,
-            "parts": _there(reward.parts),
+            "parts": reward.parts,
         }
         try:
-            text = self._template.render(_there(known))
+            text = rendered(self._template, known)
         except UndefinedError:
             return None
-        except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            raise ValueError(f"template: fails for the prompt {known['prompt'][:80]!r}: {error}") from error
         if isinstance(messages, str):
             return replace(example, prompt=text)
         asking = _asking(messages)
         asked = {**messages[asking], "content": text}
         return replace(example, prompt=[*messages[:asking], asked, *messages[asking + 1 :]])
-
-
-def _there(known: Any) -> dict[str, Any]:
-    """Without what is None: in a template that is undefined, not the word None."""
-    return {name: value for name, value in known.items() if value is not None}
 
 
 def _asking(messages: Sequence[Message]) -> int:

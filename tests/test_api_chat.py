@@ -7,8 +7,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from opd.answer_cache import AnswerCache
 from opd.chat import Chat, Reply, chat_of
 from opd.ledger import Account, BudgetSpent, Ledger, Totals, input_bound
 from opd.records import Example
@@ -129,11 +131,12 @@ def test_the_ledger_holds_what_answers_state(tmp_path: Path) -> None:
 
 
 def test_without_usage_an_answer_counts_at_its_largest_cost(tmp_path: Path) -> None:
-    """ "abc" is 3 bytes, + 16 for the message and 64 for the request = 83 tokens in; out: max_tokens = 20."""
+    """The request's bytes, + 16 for the message and 64 for the request; out: max_tokens = 20."""
+    request = '{"model": "m", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 20, "temperature": 1.0}'
     with chat_server(lambda body, number: {"choices": completion("x")["choices"]}) as server:
         chat = Chat("main", "m", api(server.url, tmp_path))
         chat.ask(ask("abc"))
-        assert chat.ledger.totals() == Totals(1, 83, 20, 0.0)
+        assert chat.ledger.totals() == Totals(1, 64 + 16 + len(request), 20, 0.0)
         chat.close()
 
 
@@ -187,8 +190,124 @@ def test_several_processes_share_a_budget(tmp_path: Path) -> None:
 
 
 def test_the_input_bound_counts_bytes() -> None:
-    """Two messages of 1 and 4 bytes (an emoji): 64 + 2 * 16 + 5."""
-    assert input_bound([{"content": "a"}, {"content": "\U0001f600"}]) == 101
+    """Two messages, one of them an emoji of 4 bytes: 64 + 2 * 16 + the bytes of the JSON."""
+    body = {"messages": [{"content": "a"}, {"content": "\U0001f600"}], "seed": 3}
+    text = '{"messages": [{"content": "a"}, {"content": "????"}], "seed": 3}'
+    assert input_bound(body) == 64 + 2 * 16 + len(text)
+
+
+@pytest.mark.parametrize("name", ["tools", "response_format"])
+def test_the_input_bound_counts_what_a_chat_template_explains(name: str) -> None:
+    """A description of 500 bytes, and 1024 for the words around it."""
+    plain: dict[str, Any] = {"messages": [{"content": "a"}]}
+    assert input_bound({**plain, name: [{"description": "x" * 500}]}) > input_bound(plain) + 1024 + 500
+
+
+def body_of(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize("outcome", [None, httpx.DecodingError("not gzip"), httpx.ReadTimeout("late")])
+def test_an_attempt_of_which_nobody_knows_what_came_stays_at_its_largest_cost(outcome: Any, tmp_path: Path) -> None:
+    ledger = Ledger("x", Account(str(tmp_path)))
+    ledger.after(ledger.before(body_of("a")), outcome)
+    assert ledger.totals() == Totals(1, input_bound(body_of("a")), 1, 0.0)
+
+
+def test_an_attempt_that_was_not_sent_costs_nothing(tmp_path: Path) -> None:
+    ledger = Ledger("x", Account(str(tmp_path)))
+    ledger.after(ledger.before(body_of("a")), httpx.ConnectError("refused"))
+    assert ledger.totals().requests == 0
+
+
+def test_a_ledger_that_cannot_be_written_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """One request fits. While it is under way another waits for it; its end cannot be noted, and both are told."""
+    ledger = Ledger("x", Account(str(tmp_path), requests=1))
+    number = ledger.before(body_of("a"))
+    ended: list[type[Exception]] = []
+
+    def wait() -> None:
+        try:
+            ledger.before(body_of("b"))
+        except RemoteError as error:
+            ended.append(type(error))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    sound = ledger.path.read_bytes()
+    ledger.path.write_bytes(b"\0 nonsense" * 1000)
+    with pytest.raises(RemoteError, match="it is damaged"):
+        ledger.after(number, None)
+    waiting.join(30)
+    assert not waiting.is_alive() and len(ended) == 1
+    ledger.path.write_bytes(sound)
+    assert ledger._under_way == 0
+
+
+class Busy(sqlite3.Connection):
+    """A database that another process has locked."""
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        raise sqlite3.OperationalError("database is locked")
+
+
+class Full(sqlite3.Connection):
+    """A database on a full disk: it can be read."""
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        if arguments[0].startswith(("INSERT", "COMMIT")):
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(*arguments)
+
+
+def connecting(monkeypatch: pytest.MonkeyPatch, kind: type[sqlite3.Connection]) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **named: connect(*a, **named, factory=kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(Busy, r"another process has held it for a minute"), (Full, r"make room on its disk")]
+)
+def test_a_busy_or_full_database_is_not_called_damaged(
+    kind: type[sqlite3.Connection], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, cache = Ledger("main", Account(str(tmp_path))), AnswerCache(tmp_path)
+    cache.put("k", 1)
+    connecting(monkeypatch, kind)
+    with pytest.raises(RemoteError, match=rf"main: the ledger .*{says}") as caught:
+        ledger.before(body_of("a"))
+    assert "damaged" not in str(caught.value)
+    with pytest.raises(RemoteError, match=rf"the kept answers .*{says}"):
+        cache.put("k", 2)
+    monkeypatch.undo()
+    assert cache.get("k") == 1 and cache.damaged == 0
+
+
+def test_a_busy_cache_is_no_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be paid for again."""
+    cache = AnswerCache(tmp_path)
+    cache.put("k", 1)
+    connecting(monkeypatch, Busy)
+    for use in (lambda: cache.get("k"), lambda: AnswerCache(tmp_path)):
+        with pytest.raises(RemoteError, match="another process"):
+            use()
+
+
+def test_an_entry_that_is_no_text_is_a_miss(tmp_path: Path) -> None:
+    cache = AnswerCache(tmp_path)
+    cache.put("k", 1)
+    with sqlite3.connect(cache.path) as database:
+        database.execute("UPDATE answers SET value = CAST(x'ff' AS TEXT)")
+    assert cache.get("k") is None and cache.damaged == 1
+
+
+def test_a_server_that_moves_is_not_paid_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        with chat_server(echo) as server:
+            chat = Chat("main", "m", api(server.url, tmp_path))
+            assert chat.ask(ask("a")) == [Reply("re a", "usable")]
+            assert chat.ledger.totals().requests == 1
+            chat.close()
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,21 @@ def test_a_template_that_reads_what_is_not_there_is_refused(tmp_path: Path) -> N
         ApiColumn("m", "{{ anwser }}", api("http://x", tmp_path))
 
 
+def test_a_row_that_lacks_what_the_template_uses_is_not_asked_about(tmp_path: Path) -> None:
+    """Digits have no topic; of ten only those above 4 are asked for it."""
+    with chat_server(lambda body, number: completion("h")) as server:
+        column = ApiColumn("m", "{% if prompt | int < 5 %}{{ columns.topic }}{% endif %}x", api(server.url, tmp_path))
+        for rollout in drawn(column, Stream(10), told=5):
+            columns = rollout.prompt.example.columns
+            assert columns == ({} if int(rollout.prompt.text) < 5 else {"hint": "h"})
+
+
+def test_a_template_that_fails_names_its_column(tmp_path: Path) -> None:
+    column = ApiColumn("m", "{{ 1 // 0 }}", api("http://x", tmp_path))
+    with pytest.raises(ValueError, match=r"^data\.columns\.hint\.template: fails for the prompt '\d'"):
+        drawn(column, Stream(3), told=0)
+
+
 def test_the_plan_counts_hints_once_and_critiques_per_answer(tmp_path: Path) -> None:
     """2 steps x 4 prompts x 2 samples = 16 answers to at most 6 examples."""
     parts = [*tiny_parts(tmp_path), "+loss@loss.ce=cross_entropy", "data.streams.main.samples=2",

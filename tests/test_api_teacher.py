@@ -16,7 +16,7 @@ from opd.api_plan import Expected, expected
 from opd.ledger import input_bound
 from opd.plan import plan_table
 from opd.prompts import DataConfig, Prompts, Stream
-from opd.records import Example, Prompt, Rollout, TeacherScores
+from opd.records import Example, Message, Prompt, Rollout, TeacherScores
 from opd.rewards import RewardStage
 from opd.students import SamplingParams
 from opd.teachers import AnsweringTeacher, ApiTeacher, Teacher
@@ -204,19 +204,26 @@ def test_a_missing_key_is_noted_unless_the_server_is_here(
 def test_the_plan_states_requests_tokens_and_money(opd: list[str]) -> None:
     """Two steps of four prompts from six examples: at most six different ones are asked.
 
-    In: six sums of four characters, 64 + 16 + 4 bytes each, 6 * 84 = 504. Out: 6 * 100. At 2 and 5 money per million:
-    (504 * 2 + 600 * 5) / 1e6 = 0.004008.
+    In: 64 + 16 + the bytes of the request, which are as many for each of the six sums. Out: 6 * 100. At 2 and 5 money
+    per million: (input * 2 + 600 * 5) / 1e6.
     """
     prices = ["teacher.api.api.account.input_price=2", "teacher.api.api.account.output_price=5"]
     run = prepare(*opd, *IMITATE, *prices, "teacher.api.api.max_tokens=100", "teacher.api.api.account.money=9")
     (found,) = expected(run.config, run.prompts)
-    assert found == Expected("teacher.api", run.config.teacher["api"].api, 6, 504, 600)
-    assert found.money == pytest.approx(0.004008)
+    asked = run.config.teacher["api"]
+    assert isinstance(asked, ApiTeacher)
+    request = (
+        f'{{"model": "{asked.model}", "messages": [{{"role": "user", "content": "1+1="}}], "max_tokens": 100, '
+        f'"temperature": {asked.api.temperature}}}'
+    )
+    tokens = 6 * (64 + 16 + len(request))
+    assert found == Expected("teacher.api", asked.api, 6, tokens, 600)
+    assert found.money == pytest.approx((tokens * 2 + 600 * 5) / 1e6)
     console = Console(width=200)
     with console.capture() as capture:
         console.print(plan_table(run))
     assert "cost of teacher.api" in capture.get()
-    assert "at most 6 requests, 504 tokens in and 600 out, 0.00 money; budget: money 9" in capture.get()
+    assert f"at most 6 requests, {tokens:,} tokens in and 600 out, 0.01 money; budget: money 9" in capture.get()
 
 
 def test_the_plan_counts_a_judge_that_is_shared_once_and_evaluations_too(opd: list[str]) -> None:
@@ -231,7 +238,8 @@ def test_the_plan_counts_a_judge_that_is_shared_once_and_evaluations_too(opd: li
     run = prepare(*opd, *judges, "data.streams.main.samples=3", "eval.every=1")
     (found,) = expected(run.config, run.prompts)
     assert (found.key, found.requests, found.output_tokens) == ("reward.right", 32, 32 * 1024)
-    each = input_bound([{"content": "1+1=" + "x" * 16}])  # max_tokens=4, at four bytes
+    chat: list[Message] = [{"role": "user", "content": "1+1=" + "x" * 16}]  # max_tokens=4, at four bytes
+    each = input_bound(found.api.body("j", chat))
     assert found.input_tokens == 32 * each
     run = prepare(
         *opd, *judges, "data.streams.main.samples=3", "reward.right.streams=[main]", "reward.style.streams=[main]"

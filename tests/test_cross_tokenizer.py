@@ -26,6 +26,7 @@ from opd.shared_vocabulary import Fold, Ranked, place
 from opd.teachers import CrossTokenizerTeacher, GivesFullVocab, OwnTokens, SpanTeacher, Teacher
 from opd.teachers.spans import shares
 from opd.terms import Term
+from opd.token_statistics import student_beside
 from tests.chunks import chunk_of, micro_batch
 from tests.composing import prepare, refusal, tiny_opd
 from tests.rows import rollout as rollout_of
@@ -123,6 +124,26 @@ def test_the_loss_is_that_of_the_two_conditional_distributions(name: str) -> Non
     assert values["t"][~known].isnan().all()
     kl = problem.plain(plain_reverse_kl)[2]
     torch.testing.assert_close(statistics["teacher/main/kl"][known].double(), kl[known], rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_model_of_fewer_tokens_is_the_same_model_to_whole_rows() -> None:
+    """The teacher is the student, heard on 14 of its tokens: no token of a row disagrees, nor does its future."""
+    problem = Problem()
+    problem.teacher_hidden, problem.teacher_weight = problem.hidden, problem.weight
+    problem.ids = torch.full((V,), -1)
+    problem.ids[problem.own] = problem.own
+    statistics = problem.streamed(SampledReverseKL(ratio=False))[3]
+    whole_vocabulary = statistics["student/token_logp"] - statistics["teacher/main/token_logp"]
+    assert bool((whole_vocabulary[problem.present] < -0.01).all())
+    whole = row(rollout_of([3], problem.token_ids.tolist()), scores=FullVocab(problem.hidden, problem.present))
+    for shape in ("none", "clip", "signed_log", "power"):
+        term = Term("t", SampledReverseKL(shape=shape, gamma=1.0), teacher="main")
+        (micro,) = make_batch([whole], [term], 64, 0, [statistics]).micro_batches
+        torch.testing.assert_close(micro.tokens.row_values["t"], torch.zeros(N), rtol=0.0, atol=1e-5)
+    student = student_beside(statistics, ["main"])
+    gap = (statistics["teacher/main/token_logp"] - student)[problem.present]
+    torch.testing.assert_close(gap, torch.zeros(N - 1), rtol=0.0, atol=1e-6)
+    assert student[4] == statistics["student/token_logp"][4], "without a score it is the student's own"
 
 
 @pytest.mark.parametrize("loss", [ReverseKL(), Formula(all_shared, needs("full_vocab")), OnTopK(ReverseKL(), k=5)])
@@ -614,11 +635,38 @@ def test_two_steps_of_the_quickstart_with_another_tokenizer(tmp_path: Path) -> N
         assert line["loss/distill"] > 0.0
 
 
-def test_a_loss_that_asks_whose_probabilities_they_are_is_refused_ranks(tmp_path: Path) -> None:
+@pytest.fixture
+def across(tmp_path: Path) -> list[str]:
+    """Overrides of a tiny distillation from a teacher of other ids."""
     teacher = save_model(tmp_path / "other", order=CHARACTERS[::-1])
-    settings_ = [s for s in tiny_opd(tmp_path) if not s.startswith(("+teacher@", "teacher.main"))]
-    message = refusal(
-        *settings_, "+teacher@teacher.main=cross_tokenizer", f"teacher.main.inner.model={teacher}",
-        "teacher.main.strategy=ranked",
-    )  # fmt: skip
+    own = [s for s in tiny_opd(tmp_path) if not s.startswith(("+teacher@", "teacher.main"))]
+    return [*own, "+teacher@teacher.main=cross_tokenizer", f"teacher.main.inner.model={teacher}"]
+
+
+def test_a_loss_that_asks_whose_probabilities_they_are_is_refused_ranks(across: list[str]) -> None:
+    message = refusal(*across, "teacher.main.strategy=ranked")
     assert message.startswith("loss.distill (ReverseKL) needs full_vocab scores; teacher.main (CrossTokenizerTeacher)")
+    assert message.endswith("set teacher.main.strategy=shared (or marginal), or use loss gold or uld")
+
+
+@pytest.mark.parametrize("strategy", ["shared", "marginal"])
+def test_a_loss_of_ranks_is_refused_a_teacher_that_is_restricted_to_common_tokens(
+    strategy: str, across: list[str]
+) -> None:
+    message = refusal(*across, "loss@loss.distill=gold", f"teacher.main.strategy={strategy}")
+    assert message == (
+        "loss.distill (GOLD) needs ranked scores; teacher.main (CrossTokenizerTeacher) provides full_vocab: set "
+        "teacher.main.strategy=ranked, or use a loss that compares tokens by id"
+    )
+    assert prepare(*across, "loss@loss.distill=gold", "teacher.main.strategy=ranked")
+
+
+def test_whole_rows_under_a_teacher_and_a_reference_of_other_supports(across: list[str]) -> None:
+    future = ["+loss@loss.x=sampled_reverse_kl", "loss.x.gamma=1.0"]
+    beyond = [*future, "loss.x.extrapolate=1.25", "loss.x.reference=start"]
+    start = ["+teacher@teacher.start=self"]
+    message = refusal(*across, *start, *beyond)
+    assert message.startswith("loss.x (SampledReverseKL) looks at whole rows, where teacher.main (CrossTokenizerTea")
+    assert message.endswith("use a loss of single tokens (gamma=0), or set loss.x.reference=null")
+    assert prepare(*across, *future)
+    assert prepare(*across, *start, *beyond, "loss.x.gamma=0")

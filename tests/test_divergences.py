@@ -95,6 +95,7 @@ def test_value_and_gradient_match_the_definition(loss: AnalyticLoss, data: st.Da
     logits = st.lists(st.floats(-6, 6), min_size=size, max_size=size)
     p, q = (torch.softmax(torch.tensor(data.draw(logits), dtype=torch.float64), -1) for _ in range(2))
     assume(not isinstance(loss, TotalVariation) or (p - q).abs().min() > 1e-6)  # no slope where they touch
+    assume(not isinstance(loss, AdaptiveKL) or q.sort().values.diff().min() > 1e-9)  # rounding would choose the head
     value, grad = loss.value_and_grad(chunk_of(p.tolist(), q.tolist()))
     assert value.item() == pytest.approx(reference(loss, p, q).item(), abs=1e-9)
     assert value.item() >= -1e-12

@@ -178,5 +178,5 @@ def test_a_server_that_is_gone_fails_and_the_rest_is_told(pair: Pair, tmp_path: 
     ended = served(TeacherStub(pair.teacher), pair, tmp_path, "served")
     assert ended.code == doctor.FAILED
     ((state, text),) = of_teacher(ended)
-    assert state == "FAIL" and "Start the server again" in text
+    assert state == "FAIL" and "Start the server" in text
     assert {subject for subject, _, _ in rows(ended)} >= {"versions", "devices", "threads", "run_dir"}

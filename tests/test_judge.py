@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from opd.api_plan import expected
 from opd.credit import GDPO
 from opd.judges import Judge
 from opd.records import Example, Prompt, Rollout
 from opd.remote import RemoteError
 from opd.rewards import RewardStage, RewardTerm
+from opd.templates import TemplateFault
 from tests.chat_server import Fault, api, chat_server, completion
-from tests.composing import prepare, refusal, tiny_opd
+from tests.composing import prepare, refusal, tiny_opd, write_jsonl
 from tests.faults.test_api_faults import pair as pair
 from tests.runs import Pair, opd, training_lines
 
@@ -23,6 +25,10 @@ TEMPLATE = "{{ prompt }}|{{ answer }}|{{ reference }}|{{ columns.topic }}"
 def rollout(text: str, stream: str = "main", index: int = 0, prompt: str = "p") -> Rollout:
     example = Example(prompt, "gold", columns={"topic": "sums"})
     return Rollout(Prompt(prompt, stream, [3], example, 2), index, [4], [-1.0], text, "stop", 0)
+
+
+def with_columns(columns: dict[str, Any]) -> Rollout:
+    return Rollout(Prompt("0", "main", [3], Example("p", "gold", columns=columns)), 0, [4], [-1.0], "a", "stop", 0)
 
 
 def judge(url: str, folder: Path, **settings: Any) -> Judge:
@@ -177,10 +183,107 @@ def test_a_judge_that_makes_no_sense(settings: dict[str, Any], says: str, tmp_pa
         judge("http://x", tmp_path, **settings)
 
 
-def test_a_template_can_do_no_harm(tmp_path: Path) -> None:
-    part = judge("http://x", tmp_path, template="{{ answer.__class__.__mro__ }}")
-    with pytest.raises(Exception, match="unsafe"):
+@pytest.mark.parametrize(
+    "template", ["{{ answer.__class__.__mro__ }}", "{{ columns.__class__ }}", "{{ columns.update({'a': 1}) }}"]
+)
+def test_a_template_can_do_no_harm(template: str, tmp_path: Path) -> None:
+    part = judge("http://x", tmp_path, template=template)
+    with pytest.raises(TemplateFault, match="unsafe"):
         part.messages(rollout("a"))
+
+
+@pytest.mark.parametrize("name", ["items", "values", "keys", "get", "copy", "update", "__class__"])
+def test_a_column_may_have_any_name(name: str, tmp_path: Path) -> None:
+    """Also one that Python's mappings use; without such a column the name is undefined, not a method."""
+    for template in (f"{{{{ columns.{name} }}}}", f"{{{{ columns['{name}'] }}}}"):
+        part = judge("http://x", tmp_path, template=template)
+        assert part.messages(with_columns({name: "own"}))[-1]["content"] == "own"
+    asks = judge("http://x", tmp_path, template=f"{{{{ columns.{name} is defined }}}}")
+    assert asks.messages(with_columns({}))[-1]["content"] == "False"
+
+
+def test_all_columns_can_be_listed(tmp_path: Path) -> None:
+    part = judge("http://x", tmp_path, template="{% for k, v in columns.items() %}{{ k }}={{ v }} {% endfor %}")
+    assert part.messages(with_columns({"a": 1, "b": 2, "c": None}))[-1]["content"] == "a=1 b=2 "
+
+
+def test_a_row_that_lacks_what_the_template_uses_is_not_asked_about(tmp_path: Path) -> None:
+    """Of three rows the second has no such column, and the third a null."""
+    with chat_server(lambda body, number: completion("<score>5</score>")) as server:
+        part = judge(server.url, tmp_path, template="{{ columns.rubric }}")
+        stage = RewardStage([RewardTerm("judge", part)])
+        stage.start()
+        judged = stage.score([with_columns({"rubric": "r"}), with_columns({}), with_columns({"rubric": None})])
+        metrics = stage.metrics()
+        stage.close()
+    assert [reward.value for reward in judged] == [0.5, None, None]
+    assert server.texts == ["r"] and metrics["reward/missing"].sum == 2
+
+
+def test_a_template_that_fails_ends_the_run_under_either_policy(tmp_path: Path) -> None:
+    """5 // (length - 1) is sound for two characters, and fails for one."""
+    part = judge("http://x", tmp_path, template="{{ 5 // (answer | length - 1) }}")
+    stage = RewardStage([RewardTerm("judge", part)], on_error="skip")
+    stage.start()
+    with pytest.raises(ValueError, match=r"^reward\.judge\.template: fails for the prompt 'p': integer division"):
+        stage.score([rollout("a")])
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ columns.rubric }}", "no example of stream main has all that it uses (there is no 'rubric'): correct it"),
+        ("{{ answer.lenght }}", "no example of stream main has all that it uses (there is no 'lenght'): correct it"),
+        ("{{ 1//0 }}", "fails for the prompt '0+0=': integer division or modulo by zero"),
+        ("{{ answer + 1 }}", "fails for the prompt '0+0=': can only concatenate str"),
+    ],
+)
+@pytest.mark.parametrize("part", ["reward.judge", "data.columns.hint"])
+def test_a_faulty_template_is_refused_before_anything_is_asked(
+    template: str, says: str, part: str, tmp_path: Path
+) -> None:
+    added = {"reward.judge": "+reward@reward.judge=judge", "data.columns.hint": "+column@data.columns.hint=api"}
+    parts = [*tiny_opd(tmp_path), added[part], f"{part}.model=j", f"{part}.template='{template}'"]
+    assert refusal(*parts).startswith(f"{part}.template: {says}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ answer.split('####')[1] }}",  # a matter of the answer, which is not known yet
+        "{% if columns.rubric is defined %}{{ columns.rubric }}{% endif %}",
+        "{{ columns.level }}",  # some examples have it
+    ],
+)
+def test_what_only_some_rows_lack_is_no_fault(template: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4", "level": 3}]
+    data = write_jsonl(tmp_path / "some.jsonl", rows)
+    run = prepare(
+        *tiny_opd(tmp_path), f"data.train.path={data}", "+reward@reward.judge=judge", "reward.judge.model=j",
+        f'reward.judge.template="{template}"', "reward.judge.streams=[main]",
+    )  # fmt: skip
+    assert len(expected(run.config, run.prompts)) == 1
+
+
+def test_a_judge_may_read_a_column_only_where_it_is_made(tmp_path: Path) -> None:
+    """A column is made for the answers of training, so held-out answers have none."""
+    parts = [
+        *tiny_opd(tmp_path), "+column@data.columns.hint=api", "data.columns.hint.model=h",
+        "+reward@reward.judge=judge", "reward.judge.model=j", "reward.judge.template='{{ columns.hint }}'",
+    ]  # fmt: skip
+    says = "reward.judge.template: no example of stream heldout has all that it uses (there is no 'hint')"
+    assert refusal(*parts).startswith(says)
+    prepare(*parts, "reward.judge.streams=[main]")
+
+
+def test_the_shipped_template_shows_a_reference_where_there_is_one(tmp_path: Path) -> None:
+    made = prepare(*tiny_opd(tmp_path), "+reward@reward.judge=judge", "reward.judge.model=j")
+    part = made.config.reward["judge"].function
+    assert isinstance(part, Judge)
+    assert "A CORRECT ANSWER\ngold\n" in part.messages(rollout("a"))[-1]["content"]
+    without = Rollout(Prompt("0", "main", [3], Example("p")), 0, [4], [-1.0], "a", "stop", 0)
+    assert "CORRECT ANSWER" not in part.messages(without)[-1]["content"]
 
 
 def test_a_stream_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -89,11 +89,14 @@ def seen(template: str, example: Example, reward: Reward = UNJUDGED, sibling: st
         ("{{ parts.form }} {{ reward }}", "0.0 1.5"),
         ("{% if parts.form < 0.5 %}bad form: {% endif %}{{ prompt }}\n", "bad form: 1+1=\n"),
         ("{{ parts.correct }}", None),  # no verdict was reached
+        ("{{ columns.values }} {{ columns.keys | length }}", "own 4"),  # whatever methods a mapping has
+        ("{{ columns.items }}", None),
+        ("{{ parts.count }}", "2.0"),
     ],
 )
 def test_a_template_sees_what_exists(template: str, text: str | None) -> None:
-    example = Example("1+1=", "2", columns={"hint": "carry", "empty": None})
-    assert seen(template, example, Reward(1.5, {"form": 0.0, "correct": None})) == text
+    example = Example("1+1=", "2", columns={"hint": "carry", "empty": None, "values": "own", "keys": "four"})
+    assert seen(template, example, Reward(1.5, {"form": 0.0, "correct": None, "count": 2.0})) == text
 
 
 def test_a_sibling_is_shown() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +18,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opd.losses import (
+    GOLD,
     JSD,
+    ULD,
     AnalyticLoss,
     AtTemperature,
+    CrossEntropy,
     ForwardKL,
     GatedByEntropy,
     Geometric,
     OnTopK,
     ReverseKL,
+    SampledKL,
+    SampledReverseKL,
     StopClass,
     Toward,
     TruncatedReverseKL,
@@ -310,9 +317,52 @@ def test_views_that_read_the_whole_vocabulary_stand_outside() -> None:
         lambda: StopClass(Toward(ReverseKL(), Geometric())),
         lambda: OnTopK(GatedByEntropy(StopClass(ReverseKL()))),
         lambda: AtTemperature(Toward(ReverseKL(), Geometric())),
+        lambda: AtTemperature(StopClass(ReverseKL())),
+        lambda: OnTopK(AtTemperature(StopClass(ReverseKL()))),
+        lambda: AtTemperature(GatedByEntropy(ReverseKL())),
+        lambda: OnTopK(GatedByEntropy(ReverseKL())),
+        lambda: StopClass(GatedByEntropy(ReverseKL())),
+        lambda: Toward(GatedByEntropy(ReverseKL()), Veto()),
     ):
         with pytest.raises(ValueError, match="the other way round"):
             build()
+    assert GatedByEntropy(Toward(StopClass(AtTemperature(OnTopK(ReverseKL()))), Veto()))
+
+
+CHANGING = {
+    "temperature": AtTemperature,
+    "stop": StopClass,
+    "support": OnTopK,
+    "target": lambda inner: Toward(inner, Veto()),
+}
+
+
+@pytest.mark.parametrize("view", CHANGING)
+@pytest.mark.parametrize(
+    ("inner", "asks"),
+    [
+        (CrossEntropy(), "a text"), (TruncatedReverseKL(k=2, of="student", rest="sampled"), "sampled"),
+        (SampledKL(), "sampled"), (SampledReverseKL(), "sampled and sampler_logp"), (ULD(), "ranked"),
+        (GOLD(), "ranked"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_divergence_of_two_distributions_has_no_views(view: str, inner: Any, asks: str) -> None:
+    with pytest.raises(ValueError, match=rf"divergence: {type(inner).__name__} \(of {asks}\) is no divergence of two"):
+        CHANGING[view](inner)
+
+
+def test_a_gate_changes_nothing_that_a_loss_reads() -> None:
+    """The teacher's entropy is 1.09 nats: above .8 the loss is the one inside, above 2 it is nothing."""
+    chunk = chunk_of(P, Q, token=2)
+    assert GatedByEntropy(CrossEntropy())(chunk).item() == CrossEntropy()(chunk).item() == pytest.approx(-log(0.15))
+    assert GatedByEntropy(CrossEntropy(), threshold=2.0)(chunk).item() == 0.0
+
+
+@pytest.mark.parametrize("inner", [OnTopK(ReverseKL()), AtTemperature(OnTopK(ReverseKL())), TruncatedReverseKL()])
+def test_a_support_of_a_support_is_refused(inner: AnalyticLoss) -> None:
+    with pytest.raises(ValueError, match=r"the likeliest of the likeliest tokens.*keep one of the two"):
+        OnTopK(inner)
 
 
 def test_stop_class_outside_a_support_of_everything_is_the_stop_class_alone() -> None:

@@ -141,6 +141,13 @@ def test_a_row_that_the_teacher_did_not_score_has_no_share_and_does_not_spoil_th
     assert ByPerplexity(of="teacher").weigh([row(), row(), row()], given) == [[0.5], [0.0], [0.5]]
 
 
+def test_a_row_scored_in_part_has_the_perplexity_of_that_part() -> None:
+    """Means of -ln 2 over (-ln 4, 0), and of -ln 4 over its one score: 1/2 and 1/4, so shares of 2/3 and 1/3."""
+    given = [{TEACHER: torch.tensor(values)} for values in ([-log(4), nan, 0.0], [nan, -log(4)])]
+    found = ByPerplexity(of="teacher").weigh([row([4, 5, 6]), row([4, 5])], given)
+    assert [x for part in found for x in part] == pytest.approx([2 / 3] * 3 + [1 / 3] * 2)
+
+
 def test_a_perplexity_beyond_overflow() -> None:
     """exp(2000) overflows; the shares are those of exp(1000) : 1."""
     given = [{STUDENT: torch.tensor([value])} for value in (-2000.0, -1000.0)]
@@ -162,9 +169,17 @@ def test_the_highest_entropies_of_the_whole_batch() -> None:
 
 
 def test_the_largest_divergences() -> None:
-    """A token without a score counts as one that agrees."""
-    given = facts(student_entropy=[[0.0] * 4], main_kl=[[0.5, nan, 0.1, 2.0]])
-    assert TopShare(0.5, "divergence").weigh([row()], given) == [[1.0, 0.0, 0.0, 1.0]]
+    """A token without a score is not ranked: half of (.5, .1, 2, .4) is two, half of all six would be three."""
+    given = facts(student_entropy=[[0.0] * 6], main_kl=[[0.5, nan, 0.1, 2.0, nan, 0.4]])
+    assert TopShare(0.5, "divergence").weigh([row()], given) == [[1.0, 0.0, 0.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("score", ["divergence", "soft_or"])
+def test_tokens_without_a_score_are_not_kept_however_large_the_share(score: str) -> None:
+    """Of equal tokens all three that have a score stay; where none has one, none stays."""
+    given = facts(student_entropy=[[2.0, 1.0, 0.0], [5.0, 1.0]], main_kl=[[0.1, 0.1, 0.1], [nan, nan]])
+    assert TopShare(1.0, score).weigh([row()] * 2, given) == [[1.0, 1.0, 1.0], [0.0, 0.0]]
+    assert TopShare(1.0, score).weigh([row()], given[1:]) == [[0.0, 0.0]]
 
 
 def test_soft_or() -> None:
@@ -217,6 +232,13 @@ def test_early_disagreement_where_models_agree_or_scores_are_missing() -> None:
     same = {STUDENT: torch.tensor([-1.0, -1.0]), TEACHER: torch.tensor([-1.0, -1.0])}
     gone = {STUDENT: torch.tensor([-1.0, -1.0]), TEACHER: torch.tensor([nan, nan])}
     assert EarlyDisagreement(0.5).weigh([row(), row()], [same, gone]) == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def test_early_disagreement_with_a_teacher_of_other_tokens() -> None:
+    """The student's -3 is -1 given a common token, the teacher's too: the first gap is 0, and the second all of it."""
+    given = {STUDENT: torch.tensor([-3.0, -3.0, -2.0]), TEACHER: torch.tensor([-1.0, -2.0, nan])}
+    given["teacher/main/student_token_logp"] = torch.tensor([-1.0, -1.0, nan])
+    assert EarlyDisagreement(0.5).weigh([row()], [given])[0] == pytest.approx([1.5, 1.5, 1.0])
 
 
 def test_teacher_confidence() -> None:

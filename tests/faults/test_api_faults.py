@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from opd.chat import Chat
-from opd.ledger import Totals
+from opd.ledger import Totals, input_bound
 from opd.ranks import free_port
 from opd.remote import Remote, RemoteConfig, RemoteError
 from tests.chat_server import Fault, api, chat_server, completion
@@ -38,7 +38,8 @@ def test_a_server_that_never_answers_ends_within_the_limit(tmp_path: Path) -> No
         chat.close()
     tries = len(server.bodies)
     assert tries >= 2
-    assert totals == Totals(tries, tries * 81, tries * 20, 0.0)
+    most = input_bound(chat.config.body("m", [{"role": "user", "content": "a"}]))
+    assert totals == Totals(tries, tries * most, tries * 20, 0.0)
 
 
 def test_the_wait_that_the_server_asks_for_is_kept(tmp_path: Path) -> None:

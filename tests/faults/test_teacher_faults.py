@@ -290,7 +290,7 @@ def test_a_server_that_is_gone_is_named_with_the_way_on(
     stub = stubs()
     teacher = connected(kind, folder, reach(stub.url, give_up_after=0.5))
     stub.stop()
-    with pytest.raises(RemoteError, match=r"ConnectError.*Start the server again and repeat the same command"):
+    with pytest.raises(RemoteError, match=r"ConnectError.*Start the server, or correct remote\.urls"):
         teacher.score(rollouts)
     teacher.close()
 
