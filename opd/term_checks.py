@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 from opd.config import TrainConfig, nearest
@@ -128,10 +128,10 @@ def _needs_are_met(config: TrainConfig) -> Iterator[str]:
                 )
 
 
-def _way_out(name: str, teacher: Teacher, lacking: list[Need]) -> str:
+def _way_out(name: str, teacher: Teacher, lacking: Sequence[str]) -> str:
     if teacher.provides == {"text"}:
         return _of_text(name)
-    if isinstance(teacher, CrossTokenizerTeacher) and lacking == ["ranked"]:
+    if isinstance(teacher, CrossTokenizerTeacher) and list(lacking) == ["ranked"]:
         return f"set teacher.{name}.strategy=ranked, or use a loss that compares tokens by id"
     if isinstance(teacher, CrossTokenizerTeacher) and teacher.strategy == "ranked":
         return f"set teacher.{name}.strategy=shared (or marginal), or use loss gold or uld"
