@@ -885,7 +885,7 @@ def test_a_teacher_that_dies_leaves_a_checkpoint_and_the_same_command_goes_on(
             f"opd: failed on rank 0: RemoteError: teacher ({kind.capitalize()}Teacher, {pair.teacher}): no usable"
             in last
         )
-        assert "repeat the same command: the run continues" in last
+        assert "repeat the same command: a run that had begun continues" in last
         assert checkpoint_steps(tmp_path / "run") == [step]
 
         still_away = opd(*command)
