@@ -16,3 +16,10 @@ os.environ.update(
     MPLBACKEND="Agg",
 )
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # `DS_ACCELERATOR=cuda pytest -m gpu` on a machine that has one
+
+from hypothesis import settings  # noqa: E402
+
+# The same examples in every run, so that a failure can be repeated; `--hypothesis-profile=search` draws new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("search", max_examples=300)
+settings.load_profile("repeatable")

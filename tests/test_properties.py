@@ -206,11 +206,13 @@ def test_teacher_equal_to_student_is_a_fixed_point(name: str, z: Tensor, shift: 
     assert grad.abs().max().item() < 1e-9
 
 
-@pytest.mark.parametrize("name", without(*SIGNED, *MOVED, *BLIND, "Toward"))
+@pytest.mark.parametrize("name", without(*SIGNED, *MOVED, *BLIND, "Toward", "ULD"))
 @given(z=logits(), teacher=logits())
 @settings(max_examples=10, deadline=None)
 def test_zero_only_where_they_are_equal(name: str, z: Tensor, teacher: Tensor) -> None:
-    """By Pinsker no smaller than the square of the distance, up to the weight 0.05 of the flattest mixture here."""
+    """By Pinsker no smaller than the square of the distance, up to the weight 0.05 of the flattest mixture here. Not
+    ULD, which looks at ranks alone: a permuted teacher is its student's equal.
+    """
     distance = (torch.softmax(z, -1) - torch.softmax(teacher, -1)).abs().sum().item() / 2
     assume(distance > 1e-3)
     assert ANALYTIC[name](chunk_of(z, teacher)).item() > 0.05 * distance**2
