@@ -17,7 +17,7 @@ os.environ.update(
 )
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # `DS_ACCELERATOR=cuda pytest -m gpu` on a machine that has one
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 # The same examples in every run, so that a failure can be repeated; `--hypothesis-profile=search` draws new ones.
 settings.register_profile("repeatable", derandomize=True)
