@@ -8,12 +8,15 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from opd import ranks
 
@@ -209,3 +212,16 @@ def _flush(folder: Path, below: bool = True) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def save_tensors(state: Mapping[str, Tensor], file: Path) -> None:
+    """Writes named tensors into a safetensors file, whose folder is made where it is missing.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    file.parent.mkdir(exist_ok=True)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, file)
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from error

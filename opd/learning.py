@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from opd import ranks
+from opd.checkpoint import save_tensors
 from opd.records import Mean, Prompt, Rollout
 from opd.remote import on_all_ranks
 from opd.rewards import LearnsFromPairs, RewardTerm
@@ -59,13 +59,7 @@ class PairLearning:
         """
         for name, learner in self.learners.items():
             if ranks.rank() == 0:
-                file = _file(folder, name)
-                file.parent.mkdir(exist_ok=True)
-                state = {key: tensor.detach().cpu().contiguous() for key, tensor in learner.state().items()}
-                try:
-                    save_file(state, file)
-                except SafetensorError as error:
-                    raise OSError(f"{file}: {error}") from error
+                save_tensors(learner.state(), _file(folder, name))
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from opd import ranks
+from opd.checkpoint import save_tensors
 from opd.heads import Head
 from opd.prompts import Stream
 from opd.records import Example, Mean, Prompt, Reward, Rollout, TeacherScores
@@ -211,12 +211,7 @@ class TeacherStage:
         """
         for name, teacher in self._following.items():
             if (state := teacher.state()) and ranks.rank() == 0:
-                (folder / "teachers").mkdir(exist_ok=True)
-                file = folder / "teachers" / f"{name}.safetensors"
-                try:
-                    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}, file)
-                except SafetensorError as error:
-                    raise OSError(f"{file}: {error}") from error
+                save_tensors(state, folder / "teachers" / f"{name}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote.
